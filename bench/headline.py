@@ -100,7 +100,8 @@ def overrides(job: str, microbatches: int) -> list[str]:
     from torchtitan_cad.tools.simulated_job import read_simulated_job
 
     written = read_simulated_job([f"--job.config_file={job_file(job)}"], RANKS)
-    rows = written.step_tokens // written.row_tokens
+    documents = written.inputs.documents
+    rows = documents.step_tokens // documents.row_tokens
     return [f"--training.global_batch_size={microbatches * rows}"]
 
 
@@ -235,7 +236,7 @@ def _gains(case: Record) -> Record:
 
 
 def _figure(case: Record, name: str, style: str) -> str:
-    value = case["systems"]["cad"][name]
+    value = case["systems"]["cad"].get(name)
     return "-" if value is None else style.format(value)
 
 

@@ -57,7 +57,7 @@ def step_of(name: str, options: Options) -> Step:
     }
     job = read_simulated_job(
         [f"--{key}={value}" for key, value in settings.items()], options.ranks * TP
-    )
+    ).inputs
     ends = np.cumsum(document_lengths(options.workload, options.ranks, options.seed))
     rows = np.arange(SEQ_LEN, ends[-1] + 1, SEQ_LEN)
     lengths = np.diff(cuts := np.union1d(ends, rows), prepend=0)

@@ -183,7 +183,7 @@ def predicted_seconds(
     """Return the mean step's seconds of a mode by the simulation, with compute as in the runs of ``stock``."""
     search = stock.simulated(job, ranks_per_node=1, **link)
     configuration = dataclasses.replace(
-        job.configuration, nano_batches=2 if mode == "two nano-batches" else 1
+        job.inputs.configuration, nano_batches=2 if mode == "two nano-batches" else 1
     )
     system = "packed" if mode == "stock" else "cad"
     return search.run(system, configuration).seconds

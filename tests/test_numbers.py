@@ -103,15 +103,14 @@ def test_distributions_that_contradict_themselves():
     specs = [
         "uniform:min=5,max=2",
         "uniform:max=100",
-        "pretrain:long=0.5,max=1000",
-        "pretrain:long=0.5,from=1e9",
-        "pretrain:long=1",
+        "pretrain",
+        "lognormal:from=1e9",
         "lognormal:median=2,median=3",
         "lognormal:max=0",
         "fixed:length=0",
         "fixed:length=1e18",
     ]
-    keys = "lognormal:median lognormal:sigma uniform:min uniform:max pretrain:scale"
+    keys = "lognormal:median lognormal:sigma uniform:min uniform:max"
     for key in keys.split():
         specs += [f"{key}={value}" for value in ("-1", "nan", "inf", "1e99", "")]
     specs += ["lognormal:median=0", "uniform:min=0"]

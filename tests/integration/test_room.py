@@ -17,7 +17,7 @@ from torchtitan_cad.planning.keeping import FILLED
 from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
 from torchtitan_cad.tools.simulation.batches import draw_batches
 from torchtitan_cad.tools.simulation.costs import Costs
-from torchtitan_cad.tools.simulation.inputs import Documents, Rates
+from torchtitan_cad.tools.simulation.inputs import Rates
 from torchtitan_cad.tools.simulation.memory import kept_bytes_per_call
 from torchtitan_cad.tools.simulation.step import Step
 
@@ -40,12 +40,11 @@ JOBS = {
 def test_training_leaves_as_much_room_as_the_simulation_says(name):
     written = read_job("llama3_debug_cpu", *JOBS[name], ranks=1)
     config = written.config
-    configuration = written.configuration
-    documents = Documents(
-        written.lengths, written.row_tokens, written.step_tokens, batches=1
-    )
-    cluster = dataclasses.replace(written.cluster, memory=FILLED * DEVICE_BYTES)
-    costs = Costs(written.model, cluster, Rates())
+    inputs = written.inputs
+    configuration = inputs.configuration
+    documents = dataclasses.replace(inputs.documents, batches=1)
+    cluster = dataclasses.replace(inputs.cluster, memory=FILLED * DEVICE_BYTES)
+    costs = Costs(inputs.model, cluster, Rates())
     step = Step(costs, draw_batches(documents)[0], configuration)
     halves = configuration.nano_batches
     buffers = halves * BUFFERS_PER_CALL * buffer_bytes(None, halves)

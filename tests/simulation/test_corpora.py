@@ -19,7 +19,7 @@ def test_the_corpora_are_found():
 def test_every_corpus_says_where_it_is_from(name):
     source = read_corpus(name)["source"]
     assert "github.com/" in source or "pip install" in source
-    asked = Options(model="llama-8b", ranks=8, documents=name)  # type: ignore[call-arg]
+    asked = Options(model="llama-8b", ranks=8, documents=name)
     inputs, notes, _ = read_inputs(None, (), asked)
     assert inputs.documents.lengths.min() >= 1
     assert any(source in note for note in notes)

@@ -12,7 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_cad.demo.datasets import STDLIB_DATASET, read_sources
-from torchtitan_cad.demo.synthetic import parse_lengths
+from torchtitan_cad.demo.lengths import parse_lengths
 from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
@@ -25,8 +25,11 @@ from torchtitan_cad.integration.torchtitan_v0_2.room import checkpointing_kind
 from torchtitan_cad.planning.keeping import Checkpointing
 from torchtitan_cad.tools.simulation.batches import DEFAULT, named_lengths
 from torchtitan_cad.tools.simulation.inputs import (
+    OPEN,
     Cluster,
     Configuration,
+    Documents,
+    Inputs,
     Model,
     Schedule,
 )
@@ -44,24 +47,18 @@ class SimulatedJob:
     """Numbers of a job.
 
     Attributes:
-        step_tokens: of one step over all ranks.
-        lengths: int64 samples of the documents' lengths.
-        configuration: as the job is written; a schedule that is not simulated counts as the nearer of the two that are.
+        inputs: the job as it is written, but that systems may divide its step anew; a schedule that is not simulated
+            counts as the nearer of the two that are.
         notes: what was assumed, and why, and what the simulation replaces.
     """
 
-    model: Model
-    cluster: Cluster
-    row_tokens: int
-    step_tokens: int
-    lengths: np.ndarray
-    configuration: Configuration
+    inputs: Inputs
     notes: list[str]
     config: JobConfig
 
     def settings(self, choice: Configuration) -> dict[str, Any]:
         """Return the TOML keys that the job would have to change to take a choice, with values."""
-        changes = choice.changes(self.configuration)
+        changes = choice.changes(self.inputs.configuration)
         wanted: dict[str, Any] = {"parallelism.cad": True}
         for name in ("nano_batches", "tolerance", "backward"):
             if name in changes:
@@ -79,9 +76,10 @@ class SimulatedJob:
 
     def _division_settings(self, choice: Configuration) -> dict[str, Any]:
         """Return the keys that divide a step as a choice does."""
-        cluster = self.cluster
+        cluster = self.inputs.cluster
+        documents = self.inputs.documents
         dp = cluster.ranks // (cluster.tp * choice.pp * choice.cp)
-        rows = self.step_tokens // self.row_tokens
+        rows = documents.step_tokens // documents.row_tokens
         rows_of_rank = rows // dp
         per_microbatch = rows_of_rank // choice.microbatches
         wanted: dict[str, Any] = {
@@ -145,22 +143,20 @@ def read_simulated_job(args: Sequence[str], ranks: int | None) -> SimulatedJob:
     replicas = parallelism.data_parallel_replicate_degree
     local = training.local_batch_size
     rows = max(training.global_batch_size, local * dp)
-    return SimulatedJob(
-        model=_model(config, notes),
-        cluster=Cluster(
-            ranks,
-            ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
-            tp=parallelism.tensor_parallel_degree,
-            fsdp=dp * parallelism.context_parallel_degree > replicas,
-            replicas=replicas,
-        ),
-        row_tokens=training.seq_len,
-        step_tokens=rows * training.seq_len,
-        lengths=_lengths(config, notes),
-        configuration=_configuration(config, rows // (local * dp), notes),
-        notes=notes,
-        config=config,
+    cluster = Cluster(
+        ranks,
+        ranks_per_node=cad.ranks_per_node or Cluster.ranks_per_node,
+        tp=parallelism.tensor_parallel_degree,
+        fsdp=dp * parallelism.context_parallel_degree > replicas,
+        replicas=replicas,
     )
+    model = _model(config, notes)
+    step_tokens = rows * training.seq_len
+    documents = Documents(_lengths(config, notes), training.seq_len, step_tokens)
+    configuration = _configuration(config, rows // (local * dp), notes)
+    open_fields = OPEN - {"pp", "checkpointing"}
+    inputs = Inputs(model, cluster, documents, configuration, open=open_fields)
+    return SimulatedJob(inputs, notes, config)
 
 
 def _configuration(
@@ -168,7 +164,7 @@ def _configuration(
 ) -> Configuration:
     """Read the configuration of a job that accumulates the gradients of several local batches."""
     parallelism = config.parallelism
-    cad = config.cad
+    cad = cad_table(config)
     checkpointing = config.activation_checkpoint
     pp = parallelism.pipeline_parallel_degree
     schedule = parallelism.pipeline_parallel_schedule
@@ -181,10 +177,6 @@ def _configuration(
     )
     kind = checkpointing_kind(config)
     simulated = "CAD1F1B" if schedule in TICK_SCHEDULES else "1F1B"
-    if (fixed := cad_table(config).tolerance) != cad.tolerance:
-        notes.append(
-            f"tolerance: {cad.tolerance}, as without debug.deterministic, with which it is {fixed}"
-        )
     if pp > 1 and schedule not in ("1F1B", "CAD1F1B"):
         notes.append(f"schedule: {schedule} is simulated as {simulated}")
     if kind == "selective" and (

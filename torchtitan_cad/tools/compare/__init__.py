@@ -80,9 +80,9 @@ def run(
         "job": str(job),
         "overrides": list(overrides),
         "places": places,
+        "predicted_speedup": _predicted(result, simulated),
         **result.report(),
     }
-    figures |= _predicted(result, simulated)
     (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
     print(f"wrote compare.json in {printable(output)}")
@@ -93,31 +93,14 @@ def _require(option: str, value: int, least: int) -> None:
         raise ValueError(f"{option} {value}: set {least} or more")
 
 
-def _predicted(result: Any, simulated: Any) -> dict[str, Any]:
-    """Return the figures that take a simulation, None where rows differ in length or it fails else, and the peak."""
+def _predicted(result: Any, simulated: Any) -> dict[str, float] | None:
+    """Return the simulated speed-up; None where rows differ in length, or the simulation fails else."""
     load_planner(placement=True)
-    speedup = flops = None
     try:
-        speedup = result.predicted(simulated)
-        flops = result.rank_flops(simulated)
+        return result.predicted(simulated)
     except ValueError as error:
         print(f"no prediction: {error}")
-    return {
-        "predicted_speedup": speedup,
-        "model_flops_per_second_and_rank": flops,
-        "peak_flops": _peak_flops(),
-    }
-
-
-def _peak_flops() -> float | None:
-    """Return torchtitan's figure for this GPU; None on CPU ranks."""
-    import torch
-
-    if not torch.cuda.is_available():
         return None
-    from torchtitan.tools.utils import get_peak_flops
-
-    return get_peak_flops(torch.cuda.get_device_name(0))
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
@@ -159,47 +142,41 @@ def _places(nproc: int | None) -> tuple[int, str]:
 
 def text(figures: dict[str, Any]) -> str:
     """Return the text that `compare` prints."""
+    ranks = figures["ranks"]
+    speeds = {
+        mode: f"{speed:12,.0f} tokens/s ({speed / ranks:,.0f} a rank)"
+        for mode, speed in figures["tokens_per_second"].items()
+    }
     gain = figures["speedup"]
-    predicted = figures["predicted_speedup"]
+    half = f"half of the steps between {gain['quarter']:.2f} and {gain['three_quarters']:.2f}"
     lines = [
-        f"{figures['ranks']} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
-        f"  without CAD        {_speed(figures, 'off')}",
-        f"  with CAD           {_speed(figures, 'on')}",
-        f"  speed-up           {gain['overall']:12.2f} x (half of the steps between {gain['quarter']:.2f} and "
-        f"{gain['three_quarters']:.2f})",
+        f"{ranks} ranks ({figures['places']}), {figures['steps']} steps, {figures['rounds']} runs of each",
+        f"  without CAD        {speeds['off']}",
+        f"  with CAD           {speeds['on']}",
+        f"  speed-up           {gain['overall']:12.2f} x ({half})",
     ]
+    predicted = figures["predicted_speedup"]
     if predicted is not None:
         spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"
-        lines += [f"  predicted          {predicted['overall']:12.2f} x ({spread})"]
+        alone = predicted["reordering_alone"]
         lines += [
-            f"  reordering alone   {predicted['reordering_alone']:12.2f} x (predicted, whole rows, no exchange)"
+            f"  predicted          {predicted['overall']:12.2f} x ({spread})",
+            f"  reordering alone   {alone:12.2f} x (predicted, whole rows, no exchange)",
         ]
-    if (share := figures["attention_share"]) == share:  # known
-        imbalance = "imbalance (max/mean) {before:.2f} -> {after:.2f}".format(
-            **figures["imbalance"]
+    share = figures["attention_share"]
+    if share == share:  # known
+        imbalance = figures["imbalance"]
+        change = f"{imbalance['before']:.2f} -> {imbalance['after']:.2f}"
+        lines.append(
+            f"  attention          {share:12.0%} of the work, imbalance (max/mean) {change}"
         )
-        lines += [f"  attention          {share:12.0%} of the work, {imbalance}"]
     if not figures["same_documents"]:
-        lines += [
+        lines.append(
             "  without CAD attention ends at other places: that is other work, and other losses"
-        ]
+        )
     difference = figures["largest_loss_difference"]
     relative = figures["largest_relative_loss_difference"]
-    return "\n".join(
-        [
-            *lines,
-            f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)",
-        ]
+    lines.append(
+        f"  losses differ by at most {difference:.1e} ({relative:.1e} of the loss)"
     )
-
-
-def _speed(figures: dict[str, Any], mode: str) -> str:
-    """Return tokens per second of a mode, of all ranks and of one; of the peak, or of CPU ranks, its model FLOPs."""
-    speed = figures["tokens_per_second"][mode]
-    of_rank = f"{speed / figures['ranks']:,.0f} a rank"
-    if (flops := figures["model_flops_per_second_and_rank"]) is not None:
-        work = f"{flops[mode] / 1e9:,.1f} GFLOP/s of model work"
-        if (peak := figures["peak_flops"]) is not None:
-            work = f"mfu {flops[mode] / peak:.1%}"
-        of_rank += f", {work}"
-    return f"{speed:12,.0f} tokens/s ({of_rank})"
+    return "\n".join(lines)

@@ -19,10 +19,8 @@ import numpy as np
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.tools.compare import measured
 from torchtitan_cad.tools.simulated_job import SimulatedJob
-from torchtitan_cad.tools.simulation.batches import draw_batches
 from torchtitan_cad.tools.simulation.inputs import Documents, Inputs, Rates
 from torchtitan_cad.tools.simulation.search import Search, Trial
-from torchtitan_cad.tools.simulation.systems import mean_flops
 
 MODES = ("off", "on")
 FORCED = (
@@ -105,44 +103,32 @@ class Runs:
         On CPU ranks rates are scaled to what the mean rank of these runs took, and exchanges take no time but for
         ``links``, values of ``Cluster``.
         """
-        cluster = job.cluster
-        configuration = job.configuration
-        inputs = Inputs(
-            model=job.model,
-            cluster=cluster,
-            documents=self._documents(job),
-            configuration=configuration,
-            open=frozenset(),
-        )
+        documents = self._documents(job.inputs)
+        inputs = dataclasses.replace(job.inputs, documents=documents, open=frozenset())
         if not np.isnan(self.busy).any():
             free = dataclasses.replace(
-                cluster,
+                inputs.cluster,
                 net=_NO_LIMIT,
                 node=_NO_LIMIT,
                 memory=_NO_LIMIT,
                 latency=0.0,
             )
             inputs = dataclasses.replace(inputs, cluster=free)
-            guess = Search(inputs).run("packed", configuration)
+            guess = Search(inputs).run("packed", inputs.configuration)
             inputs = dataclasses.replace(inputs, rates=self._scaled(guess))
         linked = dataclasses.replace(inputs.cluster, **links)
         return Search(dataclasses.replace(inputs, cluster=linked))
 
-    def _documents(self, job: SimulatedJob) -> Documents:
+    def _documents(self, inputs: Inputs) -> Documents:
         """Return the rows of every step, each once."""
-        cluster = job.cluster
-        configuration = job.configuration
+        cluster = inputs.cluster
+        configuration = inputs.configuration
         # ranks of other rows
         groups = slice(
             0, cluster.ranks // configuration.pp, cluster.tp * configuration.cp
         )
         rows = [list(chain.from_iterable(step[groups])) for step in self.rows]
         return Documents.of_rows(rows)
-
-    def model_flops(self, job: SimulatedJob) -> float:
-        """Return the model FLOPs of all steps of one run, by the documents' own pairs."""
-        batches = draw_batches(self._documents(job))
-        return len(batches) * mean_flops(job.model, batches)
 
     def _scaled(self, guess: Trial) -> Rates:
         """Return the default rates, scaled from what a guess by them takes to what the mean rank took."""
@@ -204,25 +190,17 @@ class Comparison:
         """
         timed = self.on if np.isnan(self.off.attention).any() else self.off
         search = dataclasses.replace(timed, rows=self.off.rows).simulated(job)
-        alone = job.configuration.without_cad()
+        configuration = job.inputs.configuration
+        alone = configuration.without_cad()
         packed = search.run("packed", alone)
         reorder = search.run("reorder", alone)
-        cad = search.run("cad", job.configuration)
+        cad = search.run("cad", configuration)
         spread = cad.over(packed)
         gains = {
             "overall": packed.seconds / cad.seconds,
             "reordering_alone": packed.seconds / reorder.seconds,
         }
         return spread and gains | {"least": spread["min"], "most": spread["max"]}
-
-    def rank_flops(self, job: SimulatedJob) -> dict[str, float]:
-        """Return the model FLOP/s of a rank in both modes."""
-        of_rank = self.off.model_flops(job) / self.off.seconds.shape[2]
-        both = {"off": self.off, "on": self.on}
-        return {
-            mode: float(of_rank / runs.step_seconds.sum())
-            for mode, runs in both.items()
-        }
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""

@@ -12,16 +12,11 @@ import numpy as np
 
 from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, plan_step
 from torchtitan_cad.planning.exchange import messages
-from torchtitan_cad.planning.intervals import FloatArray, IntArray, sum_by_index
+from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
-from torchtitan_cad.planning.model.tasks import HOME
 from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
-from torchtitan_cad.planning.servers import (
-    JoinedServer,
-    assign_to_servers,
-)
 from torchtitan_cad.tools.simulation.memory import (
     in_flight,
     kept_bytes,
@@ -40,14 +35,9 @@ Plans = dict[PoolKey, list[list[Plan]]]
 
 
 class Disaggregated:
-    """A step with CAD.
+    """A step with CAD."""
 
-    Args:
-        with_servers: whether the cluster's attention servers take part.
-    """
-
-    def __init__(self, step: Step, *, with_servers: bool = False) -> None:
-        self._with_servers = with_servers
+    def __init__(self, step: Step) -> None:
         self.step = step
         self.configuration = step.configuration
         self._plans: Plans = {}
@@ -154,11 +144,6 @@ class Disaggregated:
         alone = self.seconds(False)
         full = self.seconds(True)
         parts = even.unbalanced(balanced - ideal)
-        if self._with_servers:  # what they compute, ranks do not
-            served = even.bubble - parts.bubble
-            parts = replace(
-                parts, attention=parts.attention - served, bubble=even.bubble
-            )
         num_bytes = self._exchanged_bytes()
         if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
             parts = replace(
@@ -282,45 +267,11 @@ class Disaggregated:
     def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
         loads = server_loads(plan.tasks, plan.cost, plan.layout.num_ranks)
         attention = self.step.costs.attention_seconds(loads, forward)
-        if self._with_servers:
-            attention = self._attention_with_servers(plan, forward)
         share = plan.layout.queries_per_rank / self.step.tokens
         if not exchange or not plan.moves_rows:
             return Nano(attention, share)
         keep = plan.most_rows.are_kept(plan.shape, self._kept_per_call)
         return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
-
-    def _attention_with_servers(self, plan: Plan, forward: bool) -> FloatArray:
-        """Seconds, [ranks], until a rank has computed its tasks and has what joined servers compute for it."""
-        costs = self.step.costs
-        cluster = costs.cluster
-        groups = cluster.tp * (1 if self._in_ticks else self.step.pp)
-        joined = [
-            JoinedServer(number, cluster.server_speed, cluster.server_net)
-            for number in range(cluster.servers or 0)
-        ]
-        unit = costs.layer_times(plan.layout.num_ranks, False, 0.0).unit
-        plan = assign_to_servers(plan, joined, unit, 1 / groups)
-        cost = plan.cost.cost(plan.tasks)
-        shape = plan.shape if forward else plan.shape.for_backward()
-        num_queries = plan.tasks["q_end"] - plan.tasks["q_start"]
-        num_keys = plan.tasks["kv_end"] - plan.tasks["kv_start"]
-        num_bytes = num_queries * shape.query_bytes + num_keys * shape.kv_bytes
-        home = plan.tasks["server"]
-        ranks = plan.layout.num_ranks
-        if plan.stand_ins is None:
-            return costs.attention_seconds(sum_by_index(home, cost, ranks), forward)
-        stand_in = plan.stand_ins.server
-        own = np.where(stand_in == HOME, cost, 0)
-        seconds = costs.attention_seconds(sum_by_index(home, own, ranks), forward)
-        for number in plan.stand_ins.seconds:
-            is_here = stand_in == number
-            computing = costs.attention_seconds(cost[is_here].sum(), forward)
-            travelling = num_bytes[is_here].sum() / cluster.server_net
-            done = groups * (computing / cluster.server_speed + travelling)
-            waiting = np.unique(home[is_here])
-            seconds[waiting] = np.maximum(seconds[waiting], done)
-        return seconds
 
     def _max_over_mean(self) -> float:
         """Attention forward of the slowest rank over the mean rank's, of all layers; the mean over halves and pools."""

@@ -114,18 +114,16 @@ class Search:
         self.cluster = inputs.cluster
         self.asked = inputs.configuration
         self.open = inputs.open
+        fixed = [getattr(self.asked, name) for name in {"pp", "cp"} - self.open]
+        divisor = self.cluster.tp * math.prod(fixed)
+        if self.cluster.ranks % divisor:
+            raise ValueError(
+                f"--ranks {self.cluster.ranks}: not a multiple of tp x pp x cp = {divisor}; set a multiple of it"
+            )
         self.progress("drawing documents")
         self.batches = draw_batches(inputs.documents)
         tile = self.asked.planner_config().cost_tile
         self.costs = Costs(inputs.model, self.cluster, inputs.rates, tile)
-        fixed = [
-            getattr(self.asked, name) for name in ("pp", "cp") if name not in self.open
-        ]
-        if self.cluster.ranks % (product := self.cluster.tp * math.prod(fixed)):
-            raise ValueError(
-                f"cluster ranks = {self.cluster.ranks}: not a multiple of tp x pp x cp = {product}; set a multiple of "
-                "it"
-            )
 
     @property
     def few(self) -> int:
@@ -177,7 +175,7 @@ class Search:
             if outcome is None:
                 return Trial(configuration, reason="its tokens do not fit the memory")
         else:
-            cad = Disaggregated(step, with_servers=system == "servers")
+            cad = Disaggregated(step)
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)
