@@ -72,7 +72,7 @@ def test_summary(tmp_path, capsys):
     headline = "Core attention disaggregation in a CAD group of 4 ranks"
     assert printed[0] == f"{headline}, logged steps: 3"
     assert [line.split()[-1] for line in printed[1:3]] == ["2.000", "1.000"]
-    assert printed[-1] == f"wrote cad_summary.json in {path.parent}"
+    assert printed[-1] == f"wrote {path.parent / 'cad_summary.json'}"
 
 
 def test_the_newest_run_is_taken_and_a_later_one_overwrites_nothing(tmp_path):

@@ -126,8 +126,7 @@ class Options:
     backward_flops: float | None = None
     """Operations per second of attention backward, which has 2.5 times those of its forward, by default 340e12."""
     memory_bandwidth: float | None = None
-    """Bytes per second of a GPU's memory, which norms, rotary embedding, activation and loss wait for, by default
-    2.7e12."""
+    """Bytes per second of a GPU's memory, by default 2.7e12. Norms, rotary embedding, activation, loss wait for it."""
     peak_flops: float | None = None
     """Operations per second by which mfu is counted, by default 989e12."""
     pp: int | None = None

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from torchtitan_cad.integration.report.steps_file import STEPS_NAME, to_json
+from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.text import is_number, printable
-from torchtitan_cad.tools.shared import check_output
+from torchtitan_cad.tools.shared import check_output, write_json
 from torchtitan_cad.tools.steps import read_steps
 
 MEANS = {
@@ -63,8 +63,7 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         print(f"  {'loss, last step':42}not finite")
     summary_file = steps_file.with_name("cad_summary.json")
     check_output("report", summary_file)
-    summary_file.write_text(f"{to_json(summary, indent=2)}\n")
-    print(f"wrote cad_summary.json in {printable(steps_file.parent)}")
+    write_json(summary_file, summary)
     for trace in folder.glob("**/iteration_*/rank*_trace.json*"):
         link = trace.with_name(trace.name.replace("_trace.json", ".pt.trace.json"))
         if not os.path.lexists(link):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shared by commands: files, whose errors come before the work begins; the planner; units."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from torchtitan_cad.integration.report.steps_file import to_json
 from torchtitan_cad.planning.files import kind_of
 from torchtitan_cad.planning.text import printable
 from torchtitan_cad.titan import has_recipes
@@ -66,7 +66,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a file, which has been checked, and say so."""
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    path.write_text(to_json(document, indent=2) + "\n")
     say_written(path)
 
 

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_cad.planning.text import printable
 from torchtitan_cad.tools.shared import (
     JobFile,
     Overrides,
@@ -13,6 +12,7 @@ from torchtitan_cad.tools.shared import (
     check_job,
     check_output,
     load_planner,
+    write_json,
 )
 
 MOST_RANKS = 16
@@ -51,7 +51,6 @@ def run(
     check_output("--output", output / "compare.json")
     from tqdm import tqdm
 
-    from torchtitan_cad.integration.report.steps_file import to_json
     from torchtitan_cad.tools.compare import comparison
     from torchtitan_cad.tools.simulated_job import read_simulated_job
 
@@ -83,9 +82,8 @@ def run(
         "predicted_speedup": _predicted(result, simulated),
         **result.report(),
     }
-    (output / "compare.json").write_text(to_json(figures, indent=2) + "\n")
     print(text(figures))
-    print(f"wrote compare.json in {printable(output)}")
+    write_json(output / "compare.json", figures)
 
 
 def _require(option: str, value: int, least: int) -> None:
@@ -108,36 +106,28 @@ def _places(nproc: int | None) -> tuple[int, str]:
     import torch
 
     if torch.cuda.is_available():
-        ranks = torch.cuda.device_count() if nproc is None else nproc
         places = torch.cuda.get_device_name(0)
-        many = torch.cuda.device_count()
-        most_of_one = 1
+        available = torch.cuda.device_count()
+        most = available
     else:
-        most_of_one = MOST_RANKS
-        many = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        ranks = max(2, many) if nproc is None else nproc
         places = "CPU cores"
-    most = many * most_of_one
-    if most < 2:
+        available = _num_cores()
+        most = available * MOST_RANKS
+    ranks = max(2, available) if nproc is None else nproc
+    if not 2 <= ranks <= most:
         raise ValueError(
-            f"compare: core attention moves between ranks, and this machine has one {places}; set CUDA_VISIBLE_DEVICES "
-            "to nothing to compare on CPU cores"
+            f"--nproc {ranks}: core attention moves between 2 ranks or more, and {available} {places} have room for at "
+            f"most {most}; set such a number, or CUDA_VISIBLE_DEVICES to nothing to compare on CPU cores"
         )
-    if ranks < 2:
-        raise ValueError(
-            f"--nproc {ranks}: core attention moves between ranks; set 2 or more"
-        )
-    if ranks > most:
-        raise ValueError(
-            f"--nproc {ranks}: {many} {places} are too few for that; set at most {most}"
-        )
-    if ranks > many:
-        places = f"{many} {places} for {ranks} ranks, which wait for each other: no gain can show"
+    if ranks > available:
+        places = f"{available} {places} for {ranks} ranks, which wait for each other: no gain can show"
     return ranks, places
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def text(figures: dict[str, Any]) -> str:
