@@ -61,34 +61,31 @@ class Runs:
     @classmethod
     def read(cls, folders: Sequence[Path], ranks: int, warmup: int) -> "Runs":
         """Return the records of one run per folder, without the first ``warmup`` steps; ValueError if none are left."""
-        runs = [
-            [_read_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
-            for folder in folders
-        ]
-        count = min(map(len, chain.from_iterable(runs)))
+        runs = [_read_steps(folder, ranks) for folder in folders]
+        count = min(map(len, runs))
         if count <= warmup:
             raise ValueError(
                 f"--steps: only {count} steps were recorded: set more than --warmup = {warmup}"
             )
-        kept = [[records[warmup:count] for records in run] for run in runs]
+        kept = [steps[warmup:count] for steps in runs]
         arrays = {
             name: np.array(
                 [
-                    [[record[name] for record in records] for records in run]
-                    for run in kept
+                    [[record[name] for record in step] for step in steps]
+                    for steps in kept
                 ],
                 dtype=np.float64,
-            ).swapaxes(1, 2)
+            )
             for name in measured.FIGURES
         }
-        first_run = list(zip(*kept[0], strict=True))
+        first_run = kept[0]
+        records = chain.from_iterable(first_run)
         return cls(
             **arrays,
             rows=[[record["rows"] for record in step] for step in first_run],
             first_step=first_run[0][0]["step"],
             same_documents=all(
-                all(record.get("same_documents", True) for record in step)
-                for step in first_run
+                record.get("same_documents", True) for record in records
             ),
         )
 
@@ -162,11 +159,14 @@ class Runs:
         }
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a rank's steps; none where there is no file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def _read_steps(folder: Path, ranks: int) -> list[tuple[dict[str, Any], ...]]:
+    """Return the records of all ranks by step, of the steps that all have recorded."""
+    of_ranks = []
+    for rank in range(ranks):
+        path = folder / f"rank{rank}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        of_ranks.append([json.loads(line) for line in lines])
+    return list(zip(*of_ranks, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
