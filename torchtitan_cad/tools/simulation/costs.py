@@ -187,11 +187,13 @@ class Costs:
 
     def tp_seconds(self, tokens: float) -> float:
         """Return the seconds of one gather or scatter over the TP ranks of the hidden states of ``tokens``."""
-        tp = self.cluster.tp
+        cluster = self.cluster
+        tp = cluster.tp
         if tp == 1:
             return 0.0
+        bandwidth = cluster.node if tp <= cluster.ranks_per_node else cluster.net
         num_bytes = tokens * self.model.hidden * self.model.dtype_bytes * (tp - 1) / tp
-        return self.cluster.latency + num_bytes / self._bandwidth(tp)
+        return cluster.latency + num_bytes / bandwidth
 
     def gather_seconds(
         self,
@@ -228,11 +230,8 @@ class Costs:
         """
         if group == 1:
             return 0.0
-        num_bytes = (
-            (self.model.dtype_bytes + gradients * GRADIENT_BYTES)
-            * parameters
-            / self.cluster.tp
-        )
+        per_parameter = self.model.dtype_bytes + gradients * GRADIENT_BYTES
+        num_bytes = per_parameter * parameters / self.cluster.tp
         seconds = num_bytes * (group - 1) / group / self._group_bandwidth(group)
         return float(seconds)
 
@@ -262,19 +261,18 @@ class Costs:
     ) -> tuple[Transfer, Transfer]:
         """Return the seconds of a layer's exchanges before and after its attention by a plan."""
         rows = RowBytes.of(self.shape, keep=keep)
-        there = (
-            (rows.forward_queries, rows.keys)
-            if forward
-            else (rows.backward_queries, 0 if keep else rows.keys)
-        )
-        back = (
-            (rows.outputs, 0) if forward else (rows.query_gradients, rows.key_gradients)
-        )
         queries = plan.query_needs.sends
         both = queries | plan.key_needs.sends
-        return self._transfer(plan, there, both), self._transfer(
-            plan, back, (queries if forward else both).T
-        )
+        if forward:
+            there = (rows.forward_queries, rows.keys)
+            back = (rows.outputs, 0)
+            returning = queries
+        else:
+            there = (rows.backward_queries, 0 if keep else rows.keys)
+            back = (rows.query_gradients, rows.key_gradients)
+            returning = both
+        first = self._transfer(plan, there, both)
+        return first, self._transfer(plan, back, returning.T)
 
     def _transfer(
         self, plan: Plan, row_bytes: tuple[int, int], sends: npt.NDArray[np.bool_]
@@ -284,22 +282,11 @@ class Costs:
             plan, row_bytes, hosts, self.cluster.node, self.cluster.net
         )
         seconds += self.cluster.latency * (sends.any(axis=0) | sends.any(axis=1))
-        needs = zip((plan.query_needs, plan.key_needs), row_bytes, strict=True)
-        return Transfer(
-            seconds,
-            sends,
-            float(
-                sum(int(rows.rows_in.sum()) * num_bytes for rows, num_bytes in needs)
-            ),
-        )
+        num_queries = int(plan.query_needs.rows_in.sum())
+        num_keys = int(plan.key_needs.rows_in.sum())
+        num_bytes = num_queries * row_bytes[0] + num_keys * row_bytes[1]
+        return Transfer(seconds, sends, float(num_bytes))
 
     def _hosts(self, ranks: int) -> tuple[int, ...]:
         """Return the number of every rank's node, in a CAD group."""
         return tuple(rank // self.cluster.group_per_node for rank in range(ranks))
-
-    def _bandwidth(self, ranks: int) -> float:
-        return (
-            self.cluster.node
-            if ranks <= self.cluster.ranks_per_node
-            else self.cluster.net
-        )
