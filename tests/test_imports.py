@@ -19,7 +19,7 @@ MAY_IMPORT = {  # besides itself and the standard library
     "planning": {"numpy", "numba", "filelock", "llvmlite"},
     "runtime": {"numpy", "torch", "triton", "filelock", "planning"},
     "demo": {"numpy", "torch", "torchtitan", "datasets", "tqdm", "planning"},
-    "tools.simulation": {"numpy", "planning", "integration.config"},
+    "tools.simulation": {"numpy", "planning", "integration.config", "demo.lengths"},
 }
 
 ADAPTERS = ("integration.torchtitan_v0_2", "integration.torchtitan_v0_3")

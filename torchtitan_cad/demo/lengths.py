@@ -87,7 +87,7 @@ def _parse(kind: str, items: list[str]) -> DocumentLengths:
         lengths = read_json(values[0])
         defaults = {"scale": 1.0, "seed": 0}
     if not isinstance(lengths, list) or not lengths:
-        raise ValueError("lengths must be a list")
+        raise ValueError("lengths must be a list of one or more")
     for length in lengths:
         if not is_integer(length, 1, MOST):
             raise ValueError(

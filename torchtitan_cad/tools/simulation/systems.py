@@ -65,12 +65,12 @@ class Report:
             return {"fits": False, "reason": system.reason}
         fullest = max(system.outcomes, key=lambda outcome: outcome.memory.total).memory
         exchanged = [outcome.exchanged_bytes for outcome in system.outcomes]
-        gpu_seconds = system.seconds * self.cluster.ranks
+        ranks = self.cluster.ranks
         return {
             "fits": True,
             "seconds_per_step": system.seconds,
-            "tokens_per_second_per_gpu": self.step_tokens / gpu_seconds,
-            "mfu": self.step_flops / gpu_seconds / self.peak_flops,
+            "tokens_per_second_per_gpu": self.step_tokens / system.seconds / ranks,
+            "mfu": self.step_flops / system.seconds / ranks / self.peak_flops,
             "share_of_perfect": self.share_of_perfect(name),
             "max_over_mean": system.max_over_mean,
             "parts": {part: system.part(part) for part in PARTS},
@@ -87,7 +87,8 @@ class Report:
     def table(self) -> str:
         """Return a line per system: seconds by part, imbalance, tokens per second and GPU, mfu, memory; speed-ups."""
         systems = self.to_dict()["systems"]
-        slowest = max(system.get("seconds_per_step", 0) for system in systems.values())
+        fitting = [system for system in systems.values() if system["fits"]]
+        slowest = max((system["seconds_per_step"] for system in fitting), default=1.0)
         scale, unit = (1.0, "s") if slowest >= 1 else (1e3, "ms")
         header = ["system", f"{unit}/step", *PARTS, *COLUMNS]
         rows = [header]
