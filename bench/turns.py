@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from torchtitan_cad.runtime.exchange import ExchangeClock
 from torchtitan_cad.tools.compare import measured
 
 TURN = "turn"
@@ -105,5 +106,23 @@ def take_turns(path: Path) -> Callable[[int], None]:
     return wait
 
 
+def time_waits_of_host() -> Callable[[], float | None]:
+    """Note how long the host waits for rows.
+
+    Returns:
+        A function that gives the seconds of the last step that has been logged, None if it was not.
+    """
+    seconds = list[float]()
+    reset = ExchangeClock.reset
+
+    def noted_reset(self: ExchangeClock) -> tuple[float, float]:
+        starting, waiting = reset(self)
+        seconds[:] = [waiting]
+        return starting, waiting
+
+    ExchangeClock.reset = noted_reset  # type: ignore[method-assign]
+    return lambda: seconds.pop() if seconds else None
+
+
 if __name__ == "__main__":
-    measured.main(take_turns(Path(sys.argv[1]) / TURN))
+    measured.main(take_turns(Path(sys.argv[1]) / TURN), time_waits_of_host())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.turns import POLL_S, TURN, take_turns
+from bench.turns import POLL_S, TURN, take_turns, time_waits_of_host
 from torchtitan_cad.integration.cpu import force_sum_reduction_in_fsdp
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.exchange import ExchangeClock
@@ -44,8 +44,10 @@ def main() -> None:
         from bench.gpu.multiprocessors import occupied
 
         (folder / f"share{os.environ['RANK']}.json").write_text(json.dumps(occupied()))
-    waits = time_waits_of_streams() if torch.cuda.is_available() else None
-    measured.main(take_turns(folder / TURN), waits)
+    time_waits = (
+        time_waits_of_streams if torch.cuda.is_available() else time_waits_of_host
+    )
+    measured.main(take_turns(folder / TURN), time_waits())
 
 
 def share_one_device() -> None:

@@ -30,7 +30,7 @@ FIGURES = (
 """Figures of one rank in one step. Beside them its record has ``step``, ``rows``, the tokens of the documents of every
 row that it has loaded, and ``same_documents``: attention stays inside these, also without cad. Seconds from the
 barrier to the end of the optimizer's step and of the loss's reduction; CPU seconds of the process in it, and of
-attention kernels (null on CUDA); seconds in which the host waited for rows (null without cad); this rank's share of its
+attention kernels (null on CUDA); seconds of waits for rows, if they are timed; this rank's share of its
 data-parallel coordinate's tokens, which add up to the global batch; torchtitan's global average, -1 on pipeline stages
 that do not know it; the norm of all gradients before they are clipped; attention work of the busiest rank over the
 mean, at the homes of tokens and as planned, and the bytes that the mean rank receives for a layer's forward (null
@@ -39,13 +39,13 @@ without cad)."""
 
 def main(
     before_step: Callable[[int], None] = lambda step: None,
-    seconds_of_waits: Callable[[], float | None] | None = None,
+    seconds_of_waits: Callable[[], float | None] = lambda: None,
 ) -> None:
     """Train on the command line's arguments but the first, which names the folder for the records.
 
     Args:
         before_step: is called with the number of every step before it begins.
-        seconds_of_waits: gives the ``waiting`` of a step that has ended; by default the host's waits count.
+        seconds_of_waits: gives the ``waiting`` of a step that has been logged.
     """
     folder = Path(sys.argv.pop(1))
     on_cpu = enable_cpu()
@@ -92,15 +92,13 @@ def _time_attention(seen: dict[str, Any]) -> None:
 
 
 def _note_figures(seen: dict[str, Any]) -> None:
-    """Make every step note in ``seen`` what it loads, what CAD says of it, and how long its host waits."""
+    """Make every step note in ``seen`` what it loads, and what CAD says of it."""
     from torchtitan.train import Trainer
 
     from torchtitan_cad.integration.report.statistics import StepStatistics
-    from torchtitan_cad.runtime.exchange import ExchangeClock
 
     forward_backward = Trainer.forward_backward_step
     drain = StepStatistics.drain
-    reset = ExchangeClock.reset
 
     def noted_pass(self: Any, *, input_dict: dict[str, Any], **rest: Any) -> Any:
         if not self.job_config.parallelism.cad:  # with it, tokens may be redistributed
@@ -111,14 +109,8 @@ def _note_figures(seen: dict[str, Any]) -> None:
         seen.update(figures := drain(self))
         return figures
 
-    def noted_reset(self: ExchangeClock) -> tuple[float, float]:
-        seconds = reset(self)
-        seen["waiting"] = seconds[1]
-        return seconds
-
     Trainer.forward_backward_step = noted_pass
     StepStatistics.drain = noted_drain  # type: ignore[method-assign]
-    ExchangeClock.reset = noted_reset  # type: ignore[method-assign]
 
 
 def _documents(trainer: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,7 +135,7 @@ def _record_steps(
     path: Path,
     on_cpu: bool,
     before_step: Callable[[int], None],
-    seconds_of_waits: Callable[[], float | None] | None,
+    seconds_of_waits: Callable[[], float | None],
 ) -> None:
     # torchtitan must not be imported before enable_cpu().
     from torchtitan.train import Trainer
@@ -169,8 +161,7 @@ def _record_steps(
                 seen.update(_documents(self, batches))
             seen.update(loss=float(loss), gradient_norm=float(gradient_norm))
             processor_log(step, loss, most_loss, gradient_norm, **more)
-            if seconds_of_waits is not None:
-                seen["waiting"] = seconds_of_waits()
+            seen["waiting"] = seconds_of_waits()
 
         self.metrics_processor.log = end_and_log
         try:
