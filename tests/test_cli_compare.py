@@ -92,8 +92,8 @@ def test_speed_up_is_that_of_the_work(tmp_path):
     assert figures["largest_loss_difference"] == 0.25
     assert figures["largest_relative_loss_difference"] == pytest.approx(0.25 / 6)
     assert figures["rank_seconds"]["off"]["attention"] == pytest.approx([8 / 3, 2.0])
-    counts = [figures[key] for key in ("ranks", "rounds", "steps", "first_step")]
-    assert counts == [2, 3, 3, 1]
+    counts = [figures[key] for key in ("ranks", "rounds", "steps")]
+    assert counts == [2, 3, 3]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -139,7 +139,6 @@ def test_other_documents_without_cad_are_said(same, tmp_path):
 def test_first_steps_are_left_out(tmp_path):
     figures = compared(tmp_path, warmup=2).report()
     assert figures["seconds_per_step"] == {"off": [7.0], "on": [5.0]}
-    assert figures["first_step"] == 3
     with refusal():
         Runs.read([tmp_path / "off0"], 2, 3)
 

@@ -77,7 +77,7 @@ def runs_of(seconds: list[float], rows: list[Any], **changes: Any) -> Runs:
     names += ("imbalance_before", "imbalance_after", "bytes_per_rank_mean")
     arrays = {name: ones.copy() for name in names}
     arrays["seconds"] = ones * np.array(seconds)[None, :, None]
-    return Runs(**arrays | changes, rows=rows, first_step=1)
+    return Runs(**arrays | changes, rows=rows)
 
 
 def test_the_ideal_spreads_attention_evenly_at_no_cost():

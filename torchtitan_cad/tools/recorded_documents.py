@@ -26,13 +26,11 @@ class RecordedDocuments:
             data-parallel rank, then by microbatch.
         ranks: of the job.
         microbatches: of a data-parallel rank in a step.
-        last_step: number of the last step.
     """
 
     batches: list[list[list[int]]]
     ranks: int
     microbatches: int
-    last_step: int
 
 
 def find_record(path: Path) -> Path | None:
@@ -52,9 +50,7 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
     steps = read_steps(path, _is_step)[-count:]
     batches = [_rows(step) for step in steps]
     last = steps[-1]
-    return RecordedDocuments(
-        batches, last["ranks"], len(last["microbatches"]), last_step=last["step"]
-    )
+    return RecordedDocuments(batches, last["ranks"], len(last["microbatches"]))
 
 
 def _rows(step: dict[str, Any]) -> list[list[int]]:

@@ -54,7 +54,6 @@ class Runs:
     imbalance_after: np.ndarray
     bytes_per_rank_mean: np.ndarray
     rows: list[list[list[list[int]]]]
-    first_step: int
     same_documents: bool = True
     """Whether attention stayed inside the documents of ``rows``."""
 
@@ -83,7 +82,6 @@ class Runs:
         return cls(
             **arrays,
             rows=[[record["rows"] for record in step] for step in first_run],
-            first_step=first_run[0][0]["step"],
             same_documents=all(
                 record.get("same_documents", True) for record in records
             ),
@@ -210,7 +208,6 @@ class Comparison:
         low, median, high = np.quantile(self.speedups, [0.25, 0.5, 0.75]).tolist()
         return {
             "steps": len(off.step_seconds),
-            "first_step": off.first_step,
             "ranks": off.seconds.shape[2],
             "rounds": off.seconds.shape[0],
             "tokens_per_second": {

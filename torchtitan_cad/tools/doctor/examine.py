@@ -91,7 +91,6 @@ class Job:
     model: Any = None
     num_parameters: int = 0
     tokenizer: Any = None
-    kernel: Any = None
 
     @property
     def world_size(self) -> int:
@@ -305,7 +304,6 @@ def _check_kernel(job: Job) -> Answer:
     with _deterministic_as(debug):
         kernel, reason = choose_kernel(name, job.device, shape)
         kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
-    job.kernel = kernel
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
     text = f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
     remark = slower_than_possible(kernel, job.device)
