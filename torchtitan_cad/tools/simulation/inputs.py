@@ -24,8 +24,7 @@ from torchtitan_cad.planning.model.work import STEP_OVER_FORWARD, attention_flop
 Schedule = Literal["1F1B", "CAD1F1B"]
 SCHEDULES: tuple[Schedule, ...] = ("1F1B", "CAD1F1B")
 
-Placement = Literal["loader", "balanced"]
-PLACEMENTS: tuple[Placement, ...] = ("loader", "balanced")
+PLACEMENTS = ("loader", "balanced")
 
 MAX_STEP_TOKENS = 2**28
 """tokens: most of one step; more would be drawn and planned for minutes."""

@@ -27,7 +27,6 @@ from torchtitan_cad.tools.simulation.inputs import (
     SCHEDULES,
     Configuration,
     Inputs,
-    Placement,
 )
 from torchtitan_cad.tools.simulation.step import Outcome, Step
 
@@ -286,9 +285,7 @@ class Search:
             else "these settings cannot run",
         )
 
-    def candidates(
-        self, system: str, placement: Placement = "loader"
-    ) -> list[Configuration]:
+    def candidates(self, system: str, placement: str = "loader") -> list[Configuration]:
         """List the configurations of a system."""
         asked = replace(self.asked, placement=placement)
         cp = 1 if "cp" in self.open else self.asked.cp
