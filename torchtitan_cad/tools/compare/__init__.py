@@ -116,8 +116,8 @@ def _places(nproc: int | None) -> tuple[int, str]:
     ranks = max(2, available) if nproc is None else nproc
     if not 2 <= ranks <= most:
         raise ValueError(
-            f"--nproc {ranks}: core attention moves between 2 ranks or more, and {available} {places} have room for at "
-            f"most {most}; set such a number, or CUDA_VISIBLE_DEVICES to nothing to compare on CPU cores"
+            f"--nproc {ranks}: core attention moves between ranks; set 2 or more, at most {most} on {available} "
+            f"{places}, or CUDA_VISIBLE_DEVICES to nothing to compare on CPU cores"
         )
     if ranks > available:
         places = f"{available} {places} for {ranks} ranks, which wait for each other: no gain can show"
