@@ -131,8 +131,7 @@ def test_names_are_shown_as_escapes(name, tmp_path, refused, capsys):
 NOT_RANKED = ([], [None, 1], "1234", {"a": 1}, [[1]])
 BAD_LINES = {
     "step": ("1", [1], 1.5, True, 10**30, -1, None),
-    "ranked_before": (*NOT_RANKED, [1.0], [1e999, 1], [1e308, 1e308]),
-    "ranked_after": NOT_RANKED,
+    "ranked_after": (*NOT_RANKED, [1e999, 1]),
     "bytes_per_rank_mean": [10**400],
     "imbalance_before": [[1, 2]],
     "plan_seconds": ["1"],
@@ -178,11 +177,9 @@ def test_the_largest_figures_are_summed_up(tmp_path):
     assert summary["imbalance_before"] == 1e30
 
 
-def test_another_number_of_ranks(tmp_path, refused):
+def test_another_number_of_ranks(tmp_path):
     path = tmp_path / STEPS_NAME
     three = {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3}
-    path.write_text(f"{step(1)}\n{step(2, **three)}\n")
-    refused("report", str(tmp_path))
     # the first is no longer of the run
     summary = reported(path, step(1), step(1, **three))
     assert summary["ranks"] == 3

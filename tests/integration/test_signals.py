@@ -15,7 +15,7 @@ import pytest
 
 from tests.lib.jobs.launched import LAUNCH, TORCHRUN, Launched, launched, shared_memory
 from tests.lib.sets import matrix, slow
-from torchtitan_cad.tools.report import is_logged_step, read_steps
+from torchtitan_cad.tools.report import check_logged_step, read_steps
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -167,7 +167,7 @@ def check_summary(dump_folder: Path) -> dict[int, float]:
     """The last run's file is whole; returns the loss of each of its steps."""
     folders = (dump_folder / "tb").iterdir()
     last = max(folders, key=lambda path: path.stat().st_ctime_ns)
-    steps = read_steps(last / "cad_steps.jsonl", is_logged_step)
+    steps = read_steps(last / "cad_steps.jsonl", check_logged_step)
     for step in steps:
         assert None not in (step["imbalance_after"], step["bytes_per_rank_max"])
     return {step["step"]: step["loss"] for step in steps}

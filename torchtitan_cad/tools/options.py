@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from itertools import chain
 from pathlib import Path
@@ -58,12 +57,11 @@ LIMITS: dict[str, tuple[float, float]] = {
     "batches": (1, 1000),
     "seed": (0, 2**62),
     "latency": (0, 1),
-    "tolerance": (0, math.inf),
+    "tolerance": (0, 1e30),
 }
-"""Least and most of numbers; of other whole ones 1 and ``MAX_TOKENS``, of others, which are rates and sizes, ``RATE``
-and no most."""
-RATE = 1e5
-"""Least unit of a rate or a size: a value below it lacks a power of ten."""
+"""Least and most of numbers; of other whole ones 1 and ``MAX_TOKENS``, of others ``RATES``."""
+RATES = (1e5, 1e30)
+"""Of rates and sizes: a value below lacks a power of ten."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,13 +186,12 @@ def _check(option: str, value: Any) -> None:
     if isinstance(value, str | bool):
         return
     is_whole = isinstance(value, int)
-    least, most = (1, MAX_TOKENS) if is_whole else (RATE, math.inf)
-    least, most = LIMITS.get(option, (least, most))
+    usual = (1, MAX_TOKENS) if is_whole else RATES
+    least, most = LIMITS.get(option, usual)
     if not least <= value <= most:
         kind = "whole number" if is_whole else "number"
-        at_most = f", at most {most:.10g}" if most < math.inf else ""
         raise ValueError(
-            f"{_flag(option)} {value}: set a {kind}, at least {least:g}{at_most}"
+            f"{_flag(option)} {value}: set a {kind}, at least {least:g}, at most {most:.10g}"
         )
 
 

@@ -11,7 +11,7 @@ from torchtitan_cad.integration.report.steps_file import (
     DOCUMENTS_VERSION,
 )
 from torchtitan_cad.planning.text import is_integer
-from torchtitan_cad.tools.steps import read_steps
+from torchtitan_cad.tools.steps import read_steps, require
 
 MOST = 2**31 - 1
 """most ranks, and tokens of a document"""
@@ -47,23 +47,45 @@ def read_record(path: Path, count: int) -> RecordedDocuments:
     Raises:
         ValueError: no step is there, or a line does not hold a step's documents; names file, line, and what is wrong.
     """
-    steps = read_steps(path, _is_step)[-count:]
-    batches = [_rows(step) for step in steps]
+    steps = read_steps(path, _check)[-count:]
+    batches = [_rows(step["microbatches"]) for step in steps]
     last = steps[-1]
     return RecordedDocuments(batches, last["ranks"], len(last["microbatches"]))
 
 
-def _rows(step: dict[str, Any]) -> list[list[int]]:
-    """Return the rows of a step's [microbatches, ranks], those of a rank together."""
-    by_rank = zip(*step["microbatches"], strict=True)
+def _rows(microbatches: list[list[list[list[int]]]]) -> list[list[int]]:
+    """Return the rows of [microbatches, ranks], those of a rank together."""
+    by_rank = zip(*microbatches, strict=True)
     return list(chain.from_iterable(chain.from_iterable(by_rank)))
 
 
-def _is_step(step: dict[str, Any]) -> bool:
-    """Tell whether the step has as many ranks in each microbatch, and rows of documents that fill them."""
-    rows = _rows(step)
-    lengths = chain.from_iterable(rows)
-    are_lengths = all(is_integer(length, 1, MOST) for length in lengths)
-    has_ranks = is_integer(step["ranks"], 1, MOST) and len(rows) > 0
-    is_filled = are_lengths and {sum(row) for row in rows} == {step["row_tokens"]}
-    return has_ranks and is_filled and step["version"] == DOCUMENTS_VERSION
+def _check(step: dict[str, Any]) -> None:
+    """Raise ValueError for a step whose documents do not fill its rows."""
+    require(
+        step,
+        "version",
+        lambda version: version == DOCUMENTS_VERSION,
+        f"{DOCUMENTS_VERSION}",
+    )
+    require(step, "ranks", _is_count, "a whole number")
+    words = "lists of as many ranks each, of rows, of lengths in tokens"
+    require(step, "microbatches", _are_microbatches, words)
+    sums = {sum(row) for row in _rows(step["microbatches"])}
+
+    def fills_rows(tokens: Any) -> bool:
+        return _is_count(tokens) and sums == {tokens}
+
+    words = "what the documents of every row add up to"
+    require(step, "row_tokens", fills_rows, words)
+
+
+def _is_count(value: Any) -> bool:
+    return is_integer(value, 1, MOST)
+
+
+def _are_microbatches(value: Any) -> bool:
+    try:
+        rows = _rows(value)
+        return len(rows) > 0 and all(map(_is_count, chain.from_iterable(rows)))
+    except (TypeError, ValueError):  # of other depths, or unequal ranks
+        return False

@@ -14,7 +14,7 @@ import tyro
 from torchtitan_cad.integration.report.steps_file import STEPS_NAME
 from torchtitan_cad.planning.text import is_number, printable
 from torchtitan_cad.tools.shared import check_output, write_json
-from torchtitan_cad.tools.steps import read_steps
+from torchtitan_cad.tools.steps import read_steps, require
 
 MEANS = {
     "imbalance_before": ("attention imbalance (max/mean), before", 1),
@@ -34,11 +34,20 @@ MEDIANS = {
 LOSSES = {"loss_first": ("loss, first step", 1), "loss_last": ("loss, last step", 1)}
 
 
-def is_logged_step(step: dict[str, Any]) -> bool:
-    """Tell whether the figures that a step has are finite numbers."""
-    figures = [step.get(name) for name in (*MEANS, *MEDIANS, "loss")]
-    known = [figure for figure in figures if figure is not None]
-    return len(step["ranked_after"]) > 0 and all(map(is_number, known))
+def check_logged_step(step: dict[str, Any]) -> None:
+    """Raise ValueError for figures that are no finite numbers."""
+    for key in (*MEANS, *MEDIANS, "loss"):
+        require(step, key, _is_figure, "a finite number")
+    words = "a list of finite numbers, one a rank"
+    require(step, "ranked_after", _are_figures, words)
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _are_figures(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_number, value))
 
 
 def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -51,7 +60,7 @@ def run(folder: Annotated[Path, tyro.conf.Positional]) -> None:
         folder: The job's dump folder, of whose runs the newest is taken, or a cad_steps.jsonl, or its folder.
     """
     steps_file = find_steps(folder)
-    rows = read_steps(steps_file, is_logged_step)
+    rows = read_steps(steps_file, check_logged_step)
     summary = summarize(rows)
     print(
         f"Core attention disaggregation in a CAD group of {summary['ranks']} ranks, logged steps: {summary['steps']}"

@@ -16,8 +16,8 @@ from tests.lib.jobs.harness import RunResult, gradient_errors, run
 from tests.lib.jobs.patched import torchtitan_with
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
 from torchtitan_cad.tools.report import (
+    check_logged_step,
     find_steps,
-    is_logged_step,
     read_steps,
     summarize,
 )
@@ -407,7 +407,7 @@ def assert_not_recompiled(result: RunResult) -> None:
 
 def cad_steps(result: RunResult) -> list[dict[str, Any]]:
     """The figures of every logged step."""
-    return read_steps(find_steps(result.dump_folder), is_logged_step)
+    return read_steps(find_steps(result.dump_folder), check_logged_step)
 
 
 def cad_summary(result: RunResult) -> dict:
