@@ -51,10 +51,6 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     clock = current_session().engine.clock
     monitor.progress = lambda: (trainer.step, clock.exchanges, clock.phase)
     check_before_saving(trainer.checkpointer)
-    apart = monitor.outside_of_steps
-    trainer.checkpointer.save = apart()(trainer.checkpointer.save)
-    if (validator := getattr(trainer, "validator", None)) is not None:
-        validator.validate = apart()(validator.validate)
 
     def before_end(signal_name: str) -> None:
         monitor.announce_signal(signal_name)
@@ -69,8 +65,7 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     try:
         try:
             train()
-            with monitor.outside_of_steps():
-                _complete_checkpoint(trainer.checkpointer)
+            _complete_checkpoint(trainer.checkpointer)
         except RuntimeError as error:
             if str(error).startswith(_DIVERGED):
                 current_session().confirm_exchanges()

@@ -2,19 +2,18 @@
 """Heartbeats of all ranks, by which a rank whose communication failed names the peer at fault.
 
 Every rank keeps one value in the job's key-value store: a counter that it increments at intervals, its step and
-exchange, and the reason if it stops. A peer with a constant counter is gone. If a peer's counter rises but its step or
+exchange, and whether it has left. A peer with a constant counter is gone. If a peer's counter rises but its step or
 exchange is behind, the others wait for that peer. Counters need no synchronised clocks. Heartbeats do not use the
 training's communication.
 
-One store answers all ranks, so that few values are read of it. While all is well a rank reads those of two neighbours,
-and the first rank of every host those of its host as well. After a failure a rank reads at most ``MOST_EXAMINED`` ranks
-of its group, and the first rank of every host alone reads all ranks of the job, for the others of its host as well.
+One store answers all ranks, so that few values are read of it. While all is well a rank reads those of two neighbours.
+After a failure the first rank of every group whose communication failed reads those of all ranks, and tells the others
+of its group what it has found.
 """
 
 import dataclasses
 import json
 import logging
-import math
 import os
 import socket
 import sys
@@ -22,8 +21,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -32,34 +31,19 @@ import torch.distributed as dist
 
 from torchtitan_cad.runtime.heartbeat import Heartbeat
 
-_PREFIX = "torchtitan_cad/alive"
 _SILENT_INTERVALS = 5
-_LEAST_SILENCE_S = 2.0
-"""seconds: a store that is silent for less time is not lost, however short the interval"""
 _WATCHED_PEERS = 2
-MOST_EXAMINED = 64
-"""ranks that a rank examines after a failure, those that follow it in its group, unless it is the first of its host"""
-_NAMED_RANKS = 8
 _ERROR_CHARS = 300
 _STORE_TIMEOUT_S = 10.0
-_SLOWER = 3
-"""times the longest step so far: a step that takes longer, and longer than ``_SLOW_INTERVALS``, is reported"""
-_SLOW_INTERVALS = 3
-"""intervals of signs of life that a slow step takes at least"""
-_STARTING_STEPS = 2
-"""steps: the first ones, in which things compile, set no measure for others"""
 _GONE_WAIT_S = 0.5
 """seconds: connections close a little before their process has ended."""
 _LAUNCHER_WAIT_S = 0.5
 """seconds: within this time the launcher's first rank logs that the launcher is gone."""
-_CAUSE = "stopped by itself"
-"""Key of the store, with a clause about the first rank to stop by itself."""
-_EFFECT = "stopped after failed communication"
-"""Key of the store, with a clause about the first rank whose communication failed."""
-_FOUND = "found by"
-"""Key of the store, with the number of the first rank of a host: what that rank has found, in JSON."""
+_CAUSE = "cause"
+"""Key of the store, with a clause about the first rank to stop by itself or to end without a message."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
+_Beats = dict[int, Heartbeat]
 
 
 def store_of_attempt(store: dist.Store) -> dist.Store:
@@ -70,21 +54,15 @@ def store_of_attempt(store: dist.Store) -> dist.Store:
     """
     attempt = [uuid.uuid4().hex]
     dist.broadcast_object_list(attempt)
-    return dist.PrefixStore(attempt[0], store)
-
-
-_Beats = dict[int, Heartbeat]
+    return dist.PrefixStore(f"torchtitan_cad/alive/{attempt[0]}", store)
 
 
 class PeerMonitor:
     """Publishes this rank's heartbeat, watches peers, and after a failure finds the peer at fault.
 
-    One thread watches two neighbours in the group and, on the first rank of a host, the ranks of the host. It logs when
-    one of them is silent or behind and, on every rank, when a process of the host has ended. With NCCL this may be the
-    only message, since the watchdog ends a process without a Python exception. If several ranks notice the same, only
-    the first logs it. Another thread asks nobody: on the first rank of every host it logs when the store does not
-    answer, so that both sides of a link that is cut have a message, and when a step takes far longer than any before,
-    as on a link that has become slow.
+    A thread watches two neighbours in the group. It logs when one of them is silent or behind, or when a process of the
+    host has ended. With NCCL this may be the only message, since the watchdog ends a process without a Python
+    exception. If several ranks notice the same, only the first logs it.
 
     Progress is measured on the host: work that hangs on the device shows when the host waits for it.
 
@@ -109,7 +87,7 @@ class PeerMonitor:
         interval_s: float = 1.0,
         stall_s: float = 60.0,
     ) -> None:
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._interval_s = interval_s
         self._silence_s = _SILENT_INTERVALS * interval_s
@@ -120,60 +98,32 @@ class PeerMonitor:
         """Returns ``step``, ``exchange`` and ``phase``; called at every heartbeat."""
         self.ended_by_signal = False
         """True if a signal is about to end this process; later failures are not reported."""
+        self._others = set(range(world_size)) - {rank}
         self._group = frozenset(group)
-        self._host = [other for other in host_ranks if other != rank]
-        self._is_first_of_host = rank < min(self._host, default=world_size)
-        self._choose_peers(group, world_size)
-        self.known: _Beats = {}
-        """Last heartbeats of the watched ranks, and one of every other rank of this host, for its process."""
-        self._lock = threading.Lock()
-        self._is_outside = False
-        self._closing = threading.Event()
-        self._lost = threading.Event()
-        self.publish()
-        self._answered = time.monotonic()
-        """When the store answered last."""
-        self._threads = [
-            self._thread("liveness", self._run),
-            self._thread("waits", self._watch_own),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _choose_peers(self, group: Sequence[int], world_size: int) -> None:
-        """Choose the ranks to watch, and those to examine after a failure."""
-        rank = self.own.rank
+        self._host = set(host_ranks) - {rank}
         ring = list(group) if len(group) > 1 else list(range(world_size))
         place = ring.index(rank)
         following = ring[place + 1 :] + ring[:place]
         self.watched = set(following[:_WATCHED_PEERS])
-        self._examined = following[:MOST_EXAMINED]
-        if self._is_first_of_host:
-            next_host = (max(self._host, default=rank) + 1) % world_size
-            self.watched |= {*self._host, 0, next_host} - {rank}
-            self._examined = [other for other in range(world_size) if other != rank]
+        self.known: _Beats = {}
+        """Last heartbeats of the watched ranks, and one of every other rank of this host, for its process."""
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._is_lost = False
+        """True if the store has not answered."""
+        self.publish()
+        self._thread = _start_thread("liveness", self._watch)
 
-    @staticmethod
-    def _thread(name: str, run: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=run, name=f"cad-{name}", daemon=True)
+    # What this rank says of itself ------------------------------------------------------------------------------------
 
-    def find_cause(self, error: str, *, by_itself: bool) -> list[str]:
-        """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
-
-        Args:
-            by_itself: True if no peer can have caused the error; peers are then not examined.
-        """
-        if by_itself:
-            self._announce(_CAUSE, f": {error[:_ERROR_CHARS]}")
-            return []
-        time.sleep(_GONE_WAIT_S)
-        gone = self.name_gone(error)
-        self._announce(_EFFECT, f": {error[:_ERROR_CHARS]}", by_itself=False)
-        if gone or self.ended_by_signal:
-            return gone
-        failed = f"communication of rank {self.own.rank} failed at step {self.own.step}"
-        _logger.error(f"{failed}, looking for the cause among its peers: {error}")
-        return self.diagnose()
+    def publish(self) -> None:
+        with self._lock:
+            own = self.own
+            before = own.position
+            own.step, own.exchange, own.phase = self.progress()
+            if own.position != before:
+                own.moved = own.count
+            self._store.set(str(own.rank), json.dumps(dataclasses.asdict(own)))
 
     def announce_signal(self, name: str) -> None:
         """Announce that a signal ends this rank, and log the cause unless another rank of the job has."""
@@ -181,44 +131,69 @@ class PeerMonitor:
         own = self.own
         if not self._launcher_is_gone():
             gone = self.name_gone(f"rank {own.rank} received {name}")
-            self._announce(
-                f"received {name}", "; this ends the job", by_itself=not gone
-            )
+            ending = f"received {name} at {own.place}; this ends the job"
+            self._leave(ending, is_cause=not gone)
         elif own.rank > min(self._host, default=own.rank):
             time.sleep(_LAUNCHER_WAIT_S)
         else:
-            launcher = f"the launcher ({own.host}, pid {self.launcher})"
             _logger.error(
-                f"{launcher} is gone: its process has ended, at {own.place}; this ends its ranks"
+                f"the launcher ({own.host}, pid {self.launcher}) is gone: its process has ended, at {own.place}; "
+                "this ends its ranks"
             )
 
     def _launcher_is_gone(self) -> bool:
         """Tell whether the launcher has ended; it may have held the store."""
         return self.launcher != 0 and os.getppid() != self.launcher
 
-    def _announce(self, how: str, why: str, *, by_itself: bool = True) -> None:
-        """Publish that this rank stops, once; log it if it is the first of the job to stop by itself."""
-        own = self.own
-        if own.has_left:
+    def _leave(self, ending: str, *, is_cause: bool) -> None:
+        """Publish that this rank stops, once; log it if it is the first ``is_cause`` of the job."""
+        if self.own.has_left:
             return
-        own.step, own.exchange, own.phase = self.progress()
-        clause = f"{own.name} {how} at {own.place}{why}"
-        key = _CAUSE if by_itself else _EFFECT
-        if is_first := self._is_first(key):
-            self._ask(lambda: self._store.set(f"{_PREFIX}/{key}", clause))
-        own.has_left = True
-        self._ask(self.publish)
-        if by_itself and is_first:
+        clause = f"{self.own.name} {ending}"
+        if is_cause and self._is_first(_CAUSE, clause):
             _logger.error(clause)
+        self.own.has_left = True
+        self._ask(self.publish)
 
     def close(self) -> None:
         """Stop watching, and publish that this rank has left unless it has announced an error."""
         self._closing.set()
-        for thread in self._threads:
-            thread.join(0.0 if self._lost.is_set() else _STORE_TIMEOUT_S)
-        if not self.own.has_left:
-            self.own.has_left = True
-            self._ask(self.publish)
+        self._thread.join(0.0 if self._is_lost else _STORE_TIMEOUT_S)
+        self._leave("", is_cause=False)
+
+    # The cause of a failure -------------------------------------------------------------------------------------------
+
+    def find_cause(self, error: str, *, by_itself: bool) -> list[str]:
+        """Announce that this rank stops because of ``error``; return one clause for each finding about its peers.
+
+        Findings are silent peers, the peer furthest behind, and the first peer that stopped by itself or ended; without
+        any of these, the first peer that stopped at all. Takes five intervals on the first rank of the group whose
+        communication failed, and up to ten on others, which wait for what that rank has found.
+
+        Args:
+            by_itself: True if no peer can have caused the error; peers are then not examined.
+        """
+        own = self.own
+        own.step, own.exchange, own.phase = self.progress()
+        error = error[:_ERROR_CHARS]
+        if by_itself:
+            self._leave(f"stopped by itself at {own.place}: {error}", is_cause=True)
+            return []
+        time.sleep(_GONE_WAIT_S)
+        gone = self.name_gone(error)
+        self._leave("", is_cause=False)
+        if gone or self.ended_by_signal:
+            return gone
+        failed = f"communication of rank {own.rank} failed at step {own.step}"
+        _logger.error(f"{failed}, looking for the cause among its peers: {error}")
+        stopped = f"{own.name} stopped after failed communication at {own.place}: {error} (the first to stop)"
+        findings = self._ask(lambda: self._diagnose(stopped), 2 * self._silence_s)
+        if findings is not None:
+            return findings
+        lost = "the job's key-value store does not answer: its host, normally rank 0's, or the link to it is gone"
+        beats = sorted(self.known.values(), key=lambda beat: beat.host == own.host)
+        seen = [f"; {beat.name} was last seen at {beat.place}" for beat in beats]
+        return [lost + "".join(seen[:_WATCHED_PEERS])]
 
     def name_gone(self, noticed: str) -> list[str]:
         """Return one clause for each rank of this host whose process ended without a message, and log it.
@@ -226,66 +201,47 @@ class PeerMonitor:
         ``noticed`` tells how it was noticed, for the log.
         """
         known = self.known
-        ended = {
-            rank: known[rank]
-            for rank in self._host
-            if rank in known and has_ended(known[rank].pid)
-        }
-        if ended:  # their last heartbeats may hold the reason
-            ended = self._ask(lambda: self._read(ended)) or ended
-        gone = [beat for beat in ended.values() if not beat.has_left]
+        ended = [
+            rank for rank in self._host & known.keys() if has_ended(known[rank].pid)
+        ]
+        if not ended:
+            return []
+        # their last heartbeats may hold the reason
+        beats = self._ask(lambda: self._read(ended)) or known
+        gone = [beats[rank] for rank in ended if not beats[rank].has_left]
         for beat in gone:
-            if self._is_first(f"{beat.rank} is gone"):
+            clause = f"{beat.name} is gone"
+            if self._is_first(clause):
+                self._is_first(_CAUSE, clause)
                 _logger.error(
-                    f"{beat.name} is gone: its process has ended, at {beat.place}; {noticed}"
+                    f"{clause}: its process has ended, at {beat.place}; {noticed}"
                 )
         return [f"{beat.name} is gone" for beat in gone]
 
-    def diagnose(self) -> list[str]:
-        """Return possible causes of failed communication, one clause per finding; empty if every peer is well.
-
-        Takes five intervals, and up to ten where this rank waits for what the first rank of its host has found.
-        Findings are silent peers, the peer furthest behind, and the first peer that stopped by itself; without any of
-        these, the first peer that stopped at all.
-        """
-
-        def look() -> list[str]:
-            before = self._read(self._examined)
-            time.sleep(self._silence_s)
-            findings = self._compare(
-                before, self._read(self._examined), _SILENT_INTERVALS
-            )
-            if self._is_first_of_host and self._host:
-                self._store.set(
-                    f"{_PREFIX}/{_FOUND} {self.own.rank}", json.dumps(findings)
-                )
-            cause = self._value_of(_CAUSE)
-            effect = self._value_of(_EFFECT)
-            if not findings and not cause and not self._is_first_of_host:
-                findings = self._found_by_first_of_host()
-            if cause:
-                findings.append(cause)
-            elif effect and not findings and not effect.startswith(self.own.name):
-                findings.append(f"{effect} (the first to stop)")
+    def _diagnose(self, stopped: str) -> list[str]:
+        """Return findings about peers; others of the group are told of them, or that this rank has ``stopped``."""
+        key = f"found in group {min(self._group, default=self.own.rank)}"
+        if self._store.add(f"count of {key}", 1) == 1:
+            findings = self._with_cause(self.examine())
+            self._store.set(key, json.dumps(findings or [stopped]))
             return findings
+        return self._with_cause(self._wait_for_findings(key))
 
-        findings = self._ask(look, 2 * self._silence_s)
-        lost = "the job's key-value store does not answer: its host, normally rank 0's, or the link to it is gone"
-        return [f"{lost}{self._last_seen()}"] if findings is None else findings
+    def _with_cause(self, findings: list[str]) -> list[str]:
+        """Return findings, and the first rank that stopped by itself or ended if they do not name it."""
+        cause = self._value_of(_CAUSE)
+        return findings if cause in ("", *findings) else [*findings, cause]
 
-    def _value_of(self, key: str) -> str:
-        """Return the store's value of a key of this job; empty if it has none."""
-        key = f"{_PREFIX}/{key}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def examine(self) -> list[str]:
+        """Return findings about all ranks of the job."""
+        before = self._read(self._others)
+        time.sleep(self._silence_s)
+        return self._compare(before, self._read(self._others), _SILENT_INTERVALS)
 
-    def _found_by_first_of_host(self) -> list[str]:
-        """Return what the first rank of this host has found among all ranks; empty if it does not tell in time."""
-        first = min(self._host)
-        for _ in range(_SILENT_INTERVALS):
-            if told := self._value_of(f"{_FOUND} {first}"):
-                return [
-                    f"{finding} (found by rank {first})" for finding in json.loads(told)
-                ]
+    def _wait_for_findings(self, key: str) -> list[str]:
+        for _ in range(2 * _SILENT_INTERVALS):
+            if found := self._value_of(key):
+                return json.loads(found)
             time.sleep(self._silence_s / _SILENT_INTERVALS)
         return []
 
@@ -295,170 +251,90 @@ class PeerMonitor:
         Ranks of the own group come first. Only steps are compared with ranks of other groups, whose exchanges differ.
         """
         own = self.own
+        silent = []
+        behind = []
+        for rank, beat in after.items():
+            is_near = rank in self._group
+            is_behind = (
+                beat.position < own.position if is_near else beat.step < own.step
+            )
+            if beat.has_left:
+                continue
+            if rank in before and beat.count == before[rank].count:
+                silent.append(beat)
+            elif is_behind and beat.count - beat.moved >= still:
+                behind.append((not is_near, beat.position, rank))
         findings = []
-        if silent := [
-            after[r]
-            for r, b in before.items()
-            if after[r].count == b.count and not after[r].has_left
-        ]:
-            names = ", ".join(b.name for b in silent[:_NAMED_RANKS]) + ", ..." * (
-                len(silent) > _NAMED_RANKS
-            )
-            findings = [
-                f"{names} gave no sign of life for {self._silence_s:.1f} s, last seen at {silent[0].place}"
-            ]
-            findings[0] += "; the job's key-value store answers"
-        behind = [
-            (beat.rank not in self._group, beat.position, beat)
-            for beat in after.values()
-            if not beat.has_left
-            and beat not in silent
-            and beat.count - beat.moved >= still
-            if (
-                beat.position < own.position
-                if beat.rank in self._group
-                else beat.step < own.step
-            )
-        ]
-        for *_, beat in sorted(behind, key=lambda entry: entry[:2])[:1]:
+        if silent:
+            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
             findings.append(
-                f"{beat.name} is alive but behind, at {beat.place}, while this rank is at {own.place}"
+                f"{silent[0].name}{more} gave no sign of life for {self._silence_s:.1f} s, "
+                f"last seen at {silent[0].place}; the job's key-value store answers"
+            )
+        if behind:
+            _, _, rank = min(behind)
+            last = after[rank]
+            findings.append(
+                f"{last.name} is alive but behind, at {last.place}, while this rank is at {own.place}"
             )
         return findings
 
-    def _run(self) -> None:
+    # The thread -------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
         looks: deque[_Beats] = deque(maxlen=_SILENT_INTERVALS + 1)
         while not self._closing.wait(self._interval_s) and not self._launcher_is_gone():
             try:
-                self.own.count += 1
-                self.publish()
-                known = self.known
-                beats = self._read(
-                    self.watched.union(rank for rank in self._host if rank not in known)
-                )
-                self.known = known | beats
-                look = {rank: beats[rank] for rank in self.watched if rank in beats}
-                self._answered = time.monotonic()
-                self.name_gone(f"noticed by rank {self.own.rank}")
-                looks.extend([look] if look else [])
-                findings = (
-                    self._compare(looks[0], look, self._stall_intervals)
-                    if len(looks) == looks.maxlen
-                    else []
-                )
-                for finding in findings:
-                    if self._is_first(finding):
-                        _logger.error(finding)
-            except RuntimeError as error:
-                # If the launcher held the store and is gone, this process is about to end.
-                if (
-                    not self._closing.wait(2 * _LAUNCHER_WAIT_S)
-                    and not self.ended_by_signal
-                ):
-                    self._lose_store(error)
+                self._look(looks)
+            except RuntimeError:
+                self._is_lost = True
                 return
 
-    def _watch_own(self) -> None:
-        """Watch how long the store has not answered, and how long this rank's step takes."""
-        begin = time.monotonic()
-        step = self.progress()[0]
-        before_first = step
-        longest = 0.0
-        is_reported = False
-        while not self._closing.wait(self._interval_s):
-            moment = time.monotonic()
-            if moment - self._answered > max(self._silence_s, _LEAST_SILENCE_S):
-                self._lose_store(f"for {moment - self._answered:.1f} s")
-            elif self._lost.is_set():
-                self._lost.clear()
-                _logger.warning(
-                    f"{self.own.name} reaches the job's key-value store again"
-                )
-            if (at := self.progress()[0]) != step:
-                if step == 0:
-                    before_first = at - 1
-                if step - before_first > _STARTING_STEPS:
-                    longest = max(longest, moment - begin)
-                begin = moment
-                step = at
-                is_reported = False
-            elif self._is_outside:
-                begin = moment
-            elif longest and moment - begin > max(
-                _SLOW_INTERVALS * self._interval_s, _SLOWER * longest
-            ):
-                if (
-                    not is_reported
-                    and self._is_first_of_host
-                    and not self._lost.is_set()
-                ):
-                    _logger.warning(
-                        f"{self.own.name} has been at {self.own.place} for {moment - begin:.0f} s, where steps took at "
-                        f"most {longest:.1f} s: it waits for a link or a peer{self._last_seen()}; the job's key-value "
-                        "store answers"
-                    )
-                is_reported = True
+    def _look(self, looks: deque[_Beats]) -> None:
+        """Publish a heartbeat, read those of the watched ranks, and log which are silent or behind."""
+        self.own.count += 1
+        self.publish()
+        unknown = self._host - self.known.keys()
+        self.known = self.known | self._read(self.watched | unknown)
+        self._is_lost = False
+        self.name_gone(f"noticed by rank {self.own.rank}")
+        watched = self.watched & self.known.keys()
+        looks.append({rank: self.known[rank] for rank in watched})
+        if len(looks) < _SILENT_INTERVALS + 1:
+            return
+        for finding in self._compare(looks[0], looks[-1], self._stall_intervals):
+            if self._is_first(finding):
+                _logger.error(finding)
 
-    @contextmanager
-    def outside_of_steps(self) -> Iterator[None]:
-        """Leave what runs inside out of the time of its step, such as validation."""
-        self._is_outside = True
-        try:
-            yield
-        finally:
-            self._is_outside = False
+    # The store --------------------------------------------------------------------------------------------------------
 
-    def _lose_store(self, why: str | RuntimeError) -> None:
-        """Note that the store does not answer, for good after an error, and log it once a host."""
-        if isinstance(why, RuntimeError):
-            why = str(why).splitlines()[0]
-            self._answered = -math.inf
-        if not self._lost.is_set() and self._is_first_of_host:
-            self.own.step, self.own.exchange, self.own.phase = self.progress()
-            _logger.error(
-                f"{self.own.name}, at {self.own.place}, has no answer from the job's key-value store, {why}"
-                f"{self._last_seen()}"
-            )
-        self._lost.set()
+    def _value_of(self, key: str) -> str:
+        """Return the store's value of a key; empty if it has none."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _last_seen(self) -> str:
-        """Return a clause about the watched ranks of other hosts, or else of this one; empty if none is known."""
-        known = list(self.known.values())
-        others = [beat for beat in known if beat.host != self.own.host] or known
-        return "".join(
-            f"; {beat.name} was last seen at {beat.place}"
-            for beat in others[:_WATCHED_PEERS]
-        )
+    def _is_first(self, event: str, clause: str = "") -> bool:
+        """Return whether this is the job's first call for an event, whose ``clause`` the store then keeps.
 
-    def _is_first(self, event: str) -> bool:
-        """Return whether this is the job's first call for an event, or the store does not answer."""
-        return self._ask(lambda: self._store.add(f"{_PREFIX}/count/{event}", 1)) in (
-            None,
-            1,
-        )
+        True, too, if the store does not answer.
+        """
 
-    def publish(self) -> None:
-        with self._lock:
-            own = self.own
-            before = self.own.position
-            own.step, own.exchange, own.phase = self.progress()
-            own.moved = own.moved if own.position == before else own.count
-            self._store.set(
-                f"{_PREFIX}/{own.rank}", json.dumps(dataclasses.asdict(own))
-            )
+        def ask() -> bool:
+            is_first = self._store.add(f"count of {event}", 1) == 1
+            if is_first:
+                self._store.set(event, clause)
+            return is_first
+
+        return self._ask(ask) is not False
 
     def _read(self, ranks: Iterable[int]) -> _Beats:
         """Return the heartbeats of ``ranks``; empty until all of them have published one."""
-        keys = {rank: f"{_PREFIX}/{rank}" for rank in ranks}
-        unknown = [key for rank, key in keys.items() if rank not in self.known]
-        # multi_get would wait
-        if not keys or (unknown and not self._store.check(unknown)):
+        keys = [str(rank) for rank in ranks]
+        if not self._store.check(keys):  # multi_get would wait
             return {}
-        values = self._store.multi_get([*keys.values()])
-        return {
-            beat.rank: beat
-            for beat in (Heartbeat(**json.loads(value)) for value in values)
-        }
+        beats = [
+            Heartbeat(**json.loads(value)) for value in self._store.multi_get(keys)
+        ]
+        return {beat.rank: beat for beat in beats}
 
     def _ask(self, question: Callable[[], _T], extra_s: float = 0.0) -> _T | None:
         """Return the answer to a question to the store; None if it fails or takes longer than the timeout.
@@ -466,28 +342,28 @@ class PeerMonitor:
         The question runs in a thread, as the store's own timeout fails if its host vanishes with open connections. A
         store that is known not to answer is not asked.
         """
-        if self._lost.is_set():
-            return None
         answers: list[_T] = []
 
         def ask() -> None:
-            try:
+            with suppress(RuntimeError):
                 answers.append(question())
-            except RuntimeError as error:
-                if not self._launcher_is_gone():
-                    self._lose_store(error)
 
-        thread = self._thread("liveness-question", ask)
-        thread.start()
-        thread.join(_STORE_TIMEOUT_S + extra_s)
+        if not self._is_lost:
+            _start_thread("question", ask).join(_STORE_TIMEOUT_S + extra_s)
+            self._is_lost = not answers
         return answers[0] if answers else None
+
+
+def _start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=f"cad-{name}", daemon=True)
+    thread.start()
+    return thread
 
 
 def has_ended(pid: int) -> bool:
     """Tell whether a process of this host has ended, zombies included; always False without /proc."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        )
+        status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return sys.platform == "linux"
+    return status.rpartition(")")[2].split()[0] in "ZX"
