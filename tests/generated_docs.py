@@ -14,7 +14,6 @@ SETTINGS = ROOT / "docs/settings.md"
 API = ROOT / "docs/api.md"
 OPERATORS = (
     "core_attention",
-    "core_attention_with_lse",
     "register_engine",
     "CoreAttentionEngine",
 )
@@ -68,8 +67,8 @@ def api() -> str:
     parts += [
         (module.__name__, module, names)
         for module, names in (
-            (ops, OPERATORS[:2]),
-            (engine, OPERATORS[2:]),
+            (ops, OPERATORS[:1]),
+            (engine, OPERATORS[1:]),
             (base, TRANSPORTS[:3]),
             (build, TRANSPORTS[3:]),
         )

@@ -163,7 +163,7 @@ class NanoBatchesAndWhole:
             x = self.xs[rank].to(next(blocks.parameters()).dtype)
             for block in blocks:
                 qkv = block.project(x, self.rope, None)
-                out = core_attention(
+                out, _ = core_attention(
                     *(rows.to(self.dtype) for rows in qkv),
                     torch.tensor(0),
                     f"{WHOLE} {rank}",

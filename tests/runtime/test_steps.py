@@ -26,10 +26,9 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.ops import (
     _core_attention,
     core_attention,
-    core_attention_with_lse,
     read_key,
 )
-from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
+from torchtitan_cad.runtime.steps import combine, dispatch, step
 
 SHAPE = SHAPES["mla"]
 ENGINE = "test_steps"
@@ -38,14 +37,20 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 def in_steps(
-    q: Tensor, k: Tensor, v: Tensor, key: Tensor, engine: str, **shared: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Tensor,
+    engine: str,
+    shared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    token = dispatch(q, k, v, key, engine, **shared)
+    token = dispatch(q, k, v, shared, key, engine)
     token = step(token, "attend", key, engine)
-    return combine_with_lse(token, q, k, v, key, engine, **shared)
+    out, lse, *_ = combine(token, q, k, v, shared, key, engine)
+    return out, lse
 
 
-ATTEND = pytest.mark.parametrize("attend", [core_attention_with_lse, in_steps])
+ATTEND = pytest.mark.parametrize("attend", [core_attention, in_steps])
 BACKENDS = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=matrix)]
 )
@@ -124,15 +129,16 @@ other_work.register_autograd(lambda ctx, grad: (other_work(grad, "backward"), No
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_other_work_between_steps(rows, backend):
     def attend(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
-        token = dispatch(q, k, v, key, ENGINE)
+        token = dispatch(q, k, v, None, key, ENGINE)
         token = other_work(token, "forward")
         token = step(token, "attend", key, ENGINE)
-        return combine(token, q, k, v, key, ENGINE)
+        out, *_ = combine(token, q, k, v, None, key, ENGINE)
+        return out
 
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     qkv = [torch.randn(24, 4, 16, requires_grad=True) for _ in range(3)]
     for key in (torch.tensor(0), torch.tensor(2)):
-        out = core_attention(*qkv, key, ENGINE)
+        out, _ = core_attention(*qkv, key, ENGINE)
         want = torch.autograd.grad(out.square().sum(), qkv)
         events.clear()
         got = compiled(*qkv, key)
@@ -165,11 +171,11 @@ def test_a_key_on_the_device_is_refused():
         read_key(torch.empty(1, dtype=torch.int64, device="meta"))
 
 
-CALL = (*(torch.zeros(24, 4, 16) for _ in range(3)), torch.tensor(1), ENGINE)
+CALL = (*(torch.zeros(24, 4, 16) for _ in range(3)), None, torch.tensor(1), ENGINE)
 
 
 def attend_and_finish(token: Tensor) -> None:
-    combine(step(token, "attend", *CALL[3:]), *CALL)
+    combine(step(token, "attend", *CALL[4:]), *CALL)
 
 
 def test_one_core_attention_by_a_plan_at_a_time(rows):
@@ -181,7 +187,7 @@ def test_one_core_attention_by_a_plan_at_a_time(rows):
 
 def test_a_step_without_the_first_is_an_error(rows):
     with refusal(error=RuntimeError):
-        step(torch.zeros(1), "attend", *CALL[3:])
+        step(torch.zeros(1), "attend", *CALL[4:])
 
 
 def test_what_a_failed_engine_has_left_is_not_in_the_way_of_the_next(rows):

@@ -142,7 +142,7 @@ def core_attention(
     engine: str,
     *,
     shared: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return softmax(Q K^T) V of this rank's tokens, computed by the servers of a plan (arXiv 2510.18121, section 4).
 
     All ranks of the CAD group must call it with the same plans in the same order.
@@ -156,25 +156,8 @@ def core_attention(
             k is [T, Hkv, D - D'] then.
 
     Returns:
-        [T, Hq, Dv] in q's dtype. Gradients flow to q, k, v and shared.
-    """
-    return _core_attention(q, k, v, shared, plan_key, engine)[0]
-
-
-def core_attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan_key: Tensor,
-    engine: str,
-    *,
-    shared: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of ``core_attention`` and its log-sum-exp, for models that rescale outputs by it.
-
-    Returns:
-        out [T, Hq, Dv] in q's dtype, and the natural logarithm of the softmax's denominator, [T, Hq] in fp32 (fp64 for
-        fp64). Gradients of both flow to q, k and v.
+        out [T, Hq, Dv] in q's dtype, and its log-sum-exp, by which models rescale outputs: the natural logarithm of the
+        softmax's denominator, [T, Hq] in fp32 (fp64 for fp64). Gradients of both flow to q, k, v and shared.
     """
     out, lse, _, _ = _core_attention(q, k, v, shared, plan_key, engine)
     return out, lse

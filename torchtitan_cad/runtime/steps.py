@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Core attention as several operators, so that other work can run between them (docs/pipelines.md, "Ping-pong").
 
-    token = dispatch(q, k, v, key, engine)      # sends rows to servers;       backward waits and sums gradients
-    token = step(token, "attend", key, engine)  # waits, computes, sends back; backward likewise
-    out = combine(token, q, k, v, key, engine)  # waits and merges;            backward sends dO, statistics, Q, K, V
-
-``combine_with_lse`` is ``combine`` that returns the log-sum-exp too.
+    token = dispatch(q, k, v, shared, key, engine)   # sends rows to servers;       backward waits and sums gradients
+    token = step(token, "attend", key, engine)       # waits, computes, sends back; backward likewise
+    out, lse, *_ = combine(token, q, k, v, shared, key, engine)   # waits, merges;  backward sends dO, Q, K, V
 
 ``traced`` has the operators of graphs that contain streams.
 
@@ -20,7 +18,7 @@ registered name of the engine. All ranks of its group must take the same steps i
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -175,44 +173,24 @@ def _begin(
     )
 
 
-class Ends(NamedTuple):
-    """Operators that begin and end a call. All take q, k, v, key and engine, and the option ``shared``, as
-    ``ops.core_attention``; those that end it take the call's tokens first.
-    """
-
-    open: Callable[..., Any]
-    """Begins the call; returns its tokens."""
-    close: Callable[..., Tensor]
-    """Returns the output."""
-    close_with_lse: Callable[..., tuple[Tensor, Tensor]]
-    """Returns the output and its log-sum-exp."""
-
-
-def define_ends(family: str, *, on_streams: bool) -> Ends:
-    """Define a family's operators ``open`` and ``close``, which begin and end a call; in backward ``close`` begins it.
+def define_ends(
+    family: str, *, on_streams: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Define a family's operators that begin and end a call; in backward the latter begins it.
 
     Args:
         on_streams: True for two tokens instead of one (see ``traced``), and for sending rows as a step of its own.
+
+    Returns:
+        open(q, k, v, shared, key, engine), which returns the call's tokens; and close(tokens, q, k, v, shared, key,
+        engine), which returns what a forward call does.
     """
     num_tokens = 2 if on_streams else 1
     tokens = ", ".join(f"Tensor token{number}" for number in range(num_tokens))
-    open_operator = _define_open(family, tokens, on_streams)
-    close_operator = _define_close(family, tokens, num_tokens, on_streams)
-
-    def begin(*arguments: Any, shared: Tensor | None = None) -> Any:
-        *qkv, key, engine = arguments
-        return open_operator(*qkv, shared, key, engine)
-
-    def finish(*arguments: Any, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        *tokens_and_qkv, key, engine = arguments
-        out, lse, _, _ = close_operator(*tokens_and_qkv, shared, key, engine)
-        return out, lse
-
-    def finish_without_lse(*arguments: Any, shared: Tensor | None = None) -> Tensor:
-        out, _ = finish(*arguments, shared=shared)
-        return out
-
-    return Ends(begin, finish_without_lse, finish)
+    return (
+        _define_open(family, tokens, on_streams),
+        _define_close(family, tokens, num_tokens, on_streams),
+    )
 
 
 def _define_open(family: str, tokens: str, on_streams: bool) -> Callable[..., Any]:
@@ -271,8 +249,8 @@ def _define_close(
     )
 
 
-dispatch, combine, combine_with_lse = define_ends("steps", on_streams=False)
-"""dispatch(q, k, v): send the rows that other ranks serve; returns a token for ``step``. The arguments are those of
-``CoreAttentionEngine.begin_forward``; the option ``shared`` goes to dispatch and to combine.
-combine(token, q, k, v): wait for the outputs of other ranks; returns [Tq, Hq, Dv] in q's dtype. Gradients flow to q, k,
-v and shared through dispatch. combine_with_lse(token, q, k, v): the same, and the log-sum-exp [Tq, Hq]."""
+dispatch, combine = define_ends("steps", on_streams=False)
+"""dispatch(q, k, v, shared): send the rows that other ranks serve; returns a token for ``step``. The arguments are
+those of ``CoreAttentionEngine.begin_forward``.
+combine(token, q, k, v, shared): wait for the outputs of other ranks; returns the results of a forward call. Gradients
+flow to q, k, v and shared through dispatch."""

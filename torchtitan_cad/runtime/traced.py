@@ -39,9 +39,9 @@ from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.ops import define
 from torchtitan_cad.runtime.steps import step, token_like, two_tokens_like  # noqa: F401  one of the operators
 
-prepare, combine, _ = steps.define_ends("traced", on_streams=True)
-"""prepare(q, k, v): arguments as ``steps.dispatch``; returns token and keepalive. combine(token, keepalive, q, k, v):
-returns the output [Tq, Hq, Dv]; gradients flow to q, k, v and shared."""
+prepare, combine = steps.define_ends("traced", on_streams=True)
+"""prepare(q, k, v, shared): arguments as ``steps.dispatch``; returns token and keepalive.
+combine(token, keepalive, q, k, v, shared): returns what ``steps.combine`` does."""
 
 
 def _compute(

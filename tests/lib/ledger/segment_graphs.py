@@ -401,7 +401,7 @@ def _run(group: dist.ProcessGroup, job: Job) -> Outcome:
                 second_v = torch.cat((v, second_v))
             nano_batches = (q, k, v), (second_q, second_k, second_v)
             attended = [
-                core_attention(*qkv, key, ENGINE).flatten(1)
+                core_attention(*qkv, key, ENGINE)[0].flatten(1)
                 for qkv, key in zip(nano_batches, keys, strict=True)
             ]
             xs = [

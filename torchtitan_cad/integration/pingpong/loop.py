@@ -33,7 +33,7 @@ from torchtitan_cad.integration.pingpong.fsdp_hooks import close_block, open_blo
 from torchtitan_cad.integration.pingpong.segment_graph import compile_graphs
 from torchtitan_cad.planning.model.batch import divides_by_row
 from torchtitan_cad.runtime import streams
-from torchtitan_cad.runtime.steps import combine, combine_with_lse, dispatch, step
+from torchtitan_cad.runtime.steps import combine, dispatch, step
 
 NAMES = ("nano_batch_0", "nano_batch_1")
 MOST_GRAPHS = 64
@@ -97,7 +97,7 @@ class _NanoBatch:
             v = torch.cat((first_v, v))
             shared = None if shared is None else torch.cat((first_shared, shared))
         self.engine = block.engine or self.engine
-        self.token = dispatch(q, k, v, self.plan_key, self.engine, shared=shared)
+        self.token = dispatch(q, k, v, shared, self.plan_key, self.engine)
         self.block = block
         self.rows = (q, k, v, shared)
 
@@ -106,11 +106,9 @@ class _NanoBatch:
 
     def receive(self) -> Tensor:
         """Return core attention's output [B, S, heads * head_dim]."""
-        *qkv, shared = self.rows
-        rescale = self.block.rescale
-        end: Callable[..., Any] = combine if rescale is None else combine_with_lse
-        result = end(self.token, *qkv, self.plan_key, self.engine, shared=shared)
-        out = result if rescale is None else rescale(*result)
+        out, lse, *_ = combine(self.token, *self.rows, self.plan_key, self.engine)
+        if self.block.rescale is not None:
+            out = self.block.rescale(out, lse)
         self.token = None
         self.rows = None
         return out.view(self.x.shape[0], -1, out.shape[1] * out.shape[2])

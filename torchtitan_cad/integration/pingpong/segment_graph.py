@@ -124,11 +124,12 @@ class SegmentGraph(nn.Module):
         if earlier is not None:
             token = traced.after(token, earlier)
         token = self._wait("back", i, "receive", token, key)
-        return traced.combine(token, keepalive, q, k, v, key, self.engine)
+        out, *_ = traced.combine(token, keepalive, q, k, v, None, key, self.engine)
+        return out
 
     def _send(self, i: int, q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Carried:
         """Send rows of nano-batch ``i`` to their servers."""
-        token, keepalive = traced.prepare(q, k, v, key, self.engine)
+        token, keepalive = traced.prepare(q, k, v, None, key, self.engine)
         token = self._exchange("there", i, "dispatch", token, key)
         return token, keepalive, q, k, v
 

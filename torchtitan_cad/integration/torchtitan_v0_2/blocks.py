@@ -21,7 +21,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.models import (
     Projected,
     feed_sinks,
 )
-from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
+from torchtitan_cad.runtime.ops import core_attention
 
 
 def replace_attention(attention: Any, adapter: Adapter, engine: str) -> None:
@@ -30,8 +30,6 @@ def replace_attention(attention: Any, adapter: Adapter, engine: str) -> None:
     Its masks [B, S] are a ``VarlenMetadata`` whose ``cu_seq_q`` is the plan's key. The module keeps its class, its
     parameters and the hooks that tensor parallelism sets.
     """
-
-    attend: Any = core_attention_with_lse if adapter.has_sinks else core_attention
 
     def forward(
         self: Any,
@@ -42,9 +40,11 @@ def replace_attention(attention: Any, adapter: Adapter, engine: str) -> None:
     ) -> Tensor:
         q, k, v, *others = adapter.project(self, x, rope, positions)
         shared = others[0] if others else None
-        out = attend(q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared)
+        out, lse = core_attention(
+            q, k, v, plan_key=masks.cu_seq_q, engine=engine, shared=shared
+        )
         if adapter.has_sinks:
-            out = feed_sinks(self, *out)
+            out = feed_sinks(self, out, lse)
         return self.wo(out.reshape(*x.shape[:2], -1))
 
     attention.forward = types.MethodType(forward, attention)

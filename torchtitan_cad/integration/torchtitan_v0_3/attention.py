@@ -10,7 +10,7 @@ import spmd_types as spmd
 from torch import Tensor
 from torchtitan.protocols.module import Module
 
-from torchtitan_cad.runtime.ops import core_attention, core_attention_with_lse
+from torchtitan_cad.runtime.ops import core_attention
 
 
 class CadAttention(Module):
@@ -82,12 +82,10 @@ class CadAttention(Module):
                 # Of head 0: the gradients of the other heads' copies, which are zero, are added to this one's.
                 shared = k[:, :1, -self.shared :]
                 k = k[..., : -self.shared]
-            if out_transform is None:
-                out = core_attention(
-                    q, k, v, plan_key=attention_masks, engine=self.engine, shared=shared
-                )
-                return out.unflatten(0, batch)
-            out, lse = core_attention_with_lse(
+            out, lse = core_attention(
                 q, k, v, plan_key=attention_masks, engine=self.engine, shared=shared
             )
-        return out_transform(out.unflatten(0, batch), lse.unflatten(0, batch))
+        out = out.unflatten(0, batch)
+        if out_transform is None:
+            return out
+        return out_transform(out, lse.unflatten(0, batch))
