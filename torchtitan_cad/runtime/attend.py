@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
-from torchtitan_cad.runtime.tables import KernelCall, PlanTables
+from torchtitan_cad.runtime.tables import KernelCall
 
 if TYPE_CHECKING:
     from torchtitan_cad.runtime.triton.gather import GatheredRows
@@ -22,10 +22,12 @@ class RowSpace:
     Remote rows [M, ...] may be views of messages.
     """
 
-    def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def __init__(
+        self, local: Sequence[Tensor], received: Sequence[Tensor] = ()
+    ) -> None:
         self.local = local
-        self.received = received
-        self._num_remote = received[0].shape[0]
+        self.received = received or [x[:0] for x in local]
+        self._num_remote = len(self.received[0])
 
     def take(self, rows: Tensor | slice | None) -> list[Tensor]:
         """Return the rows of a ``KernelCall``, of every tensor: views if local and in order, otherwise copies."""
@@ -64,43 +66,44 @@ class TaskRunner:
     first, when memory holds the fewest results.
 
     Args:
+        spaces: of queries and of keys.
         compute: runs the kernel.
-        gathered: called once no more rows will be read from ``queries`` and ``keys``.
+        gathered: called once no more rows will be read from them.
     """
 
     def __init__(
         self,
-        plan: PlanTables,
-        queries: RowSpace,
-        keys: RowSpace,
+        calls: Sequence[KernelCall],
+        spaces: Sequence[RowSpace],
         compute: Compute,
         gathered: Callable[[], None],
     ) -> None:
+        self._calls = calls
+        self._spaces = spaces
         self._compute = compute
         self._gathered = gathered
-        self._spaces: tuple[RowSpace, ...] = (queries, keys)
-        self._calls = plan.calls
-        self._results: dict[KernelCall, tuple[Tensor, ...]] = {}
-        self._forget_rows(when=not self._calls)
 
     def run(self) -> list[tuple[Tensor, ...]]:
-        """Run the calls, once; returns their results in the plan's order, and forgets them."""
-        largest_first = sorted(self._calls, key=lambda call: -call.weighted_rows)
-        for call in largest_first:
+        """Run the calls, once; returns their results in the plan's order."""
+        left = sorted(self._calls, key=lambda call: call.weighted_rows)
+        results: dict[KernelCall, tuple[Tensor, ...]] = {}
+        if not left:
+            self._forget_rows()
+        while left:
+            call = left.pop()
             # No name holds the rows of a call while those of the next are gathered.
-            self._results[call] = self._compute(self._gather(call), call.args)
-        results = self._results
-        self._results = {}
+            results[call] = self._compute(
+                self._gather(call, is_last=not left), call.args
+            )
         return [results[call] for call in self._calls]
 
-    def _gather(self, call: KernelCall) -> list[Tensor]:
+    def _gather(self, call: KernelCall, *, is_last: bool) -> list[Tensor]:
         queries, keys = self._spaces
-        rows_of_queries = queries.take(call.q_rows)
-        rows_of_keys = keys.take(call.kv_rows)
-        self._forget_rows(when=len(self._results) == len(self._calls) - 1)
-        return rows_of_queries + rows_of_keys
+        rows = queries.take(call.q_rows) + keys.take(call.kv_rows)
+        if is_last:
+            self._forget_rows()
+        return rows
 
-    def _forget_rows(self, *, when: bool) -> None:
-        if when:
-            self._spaces = ()
-            self._gathered()
+    def _forget_rows(self) -> None:
+        self._spaces = ()
+        self._gathered()

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One call of core attention, step by step."""
 
-import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
@@ -46,30 +44,6 @@ class Saved(NamedTuple):
     def arguments(self) -> list[Tensor]:
         """The tensors that have gradients: q, k, v and, if heads of keys share a part, shared."""
         return [self.q, self.k, self.v, *([] if self.shared is None else [self.shared])]
-
-
-@dataclasses.dataclass(frozen=True)
-class Like:
-    """Tensors without rows that are like the results of a call, by kind of rows. The calls of all layers share them.
-
-    Attributes:
-        results: like the results.
-        precise_results: like the results in fp32 (fp64).
-    """
-
-    results: dict[Kind, list[Tensor]]
-    precise_results: dict[Kind, list[Tensor]]
-
-    @classmethod
-    def of(cls, direction: Direction, rows: Sequence[Tensor]) -> "Like":
-        """Return tensors like the results of a call on ``rows`` in this direction."""
-        nothing = [x.new_empty(0, *x.shape[1:]) for x in rows]
-        results = direction.results_like(nothing)
-        precise_results = {
-            kind: [x.to(compute_dtype(x.dtype)) for x in tensors]
-            for kind, tensors in results.items()
-        }
-        return cls(results, precise_results)
 
 
 class Engine(Protocol):
@@ -125,18 +99,18 @@ class AttentionCall:
         """The rows to serve, while they arrive and until they are used."""
         self._remote_results: dict[Kind, list[Tensor]] = {}
         """By kind, the results for rows of other ranks, until they are sent."""
-        self._results: dict[Kind, list[list[Tensor]]] = {}
+        nothing = [x.new_empty(0, *x.shape[1:]) for x in chain(*rows.values())]
+        self._like = direction.results_like(nothing)
+        """By kind, tensors without rows that are like the results."""
+        self._results: dict[Kind, list[list[Tensor]]] = {
+            kind: [[] for _ in like] for kind, like in self._like.items()
+        }
         """By kind and result, the partials of all kernel calls; once combined, one tensor of the rows at home, in fp32
         (fp64) until the last chunk."""
         self._returning: deque[tuple[Exchange, Sequence[Chunk]]] = deque()
         """Exchanges of results in flight and their chunks, in the order of their starts."""
         self._asked: list[tuple[Request, OwedAnswer | None]] = []
         """What joined servers compute for this rank, until it is taken in; None: the server is gone."""
-        formats = [RowFormat.of(tensors) for tensors in rows.values()]
-        key_of_like = direction.name, *formats
-        if key_of_like not in plan.likes:
-            plan.likes[key_of_like] = Like.of(direction, [*chain(*rows.values())])
-        self._like: Like = plan.likes[key_of_like]
 
     def run(self) -> tuple[Tensor, ...]:
         """Make all steps, and return the results as ``finish``."""
@@ -153,7 +127,7 @@ class AttentionCall:
             return self
         assert self.engine.transport is not None
         self._number = self.engine.transport.begin()
-        exchanges = self._plan.out["queries" if self._has_kept_rows else "all"]
+        exchanges = self._plan.out[self.direction.name]
         num_rows: dict[Kind, int] = {
             "queries": self._plan.queries.num_remote,
             "keys": self._plan.keys.num_remote,
@@ -164,10 +138,8 @@ class AttentionCall:
     def _ask_servers(self) -> None:
         """Send the rows of the calls that joined servers compute for this rank."""
         for server, seconds, call in self._plan.stand_ins:
-            queries, keys = (
-                RowSpace(local, [x[:0] for x in local]) for local in self._rows.values()
-            )
-            rows = [*queries.take(call.q_rows), *keys.take(call.kv_rows)]
+            queries, keys = map(RowSpace, self._rows.values())
+            rows = queries.take(call.q_rows) + keys.take(call.kv_rows)
             request = Request(self.direction, rows, call.args)
             pool = self.engine.servers
             answer = None if pool is None else pool.ask(server, request, seconds)
@@ -188,16 +160,14 @@ class AttentionCall:
     def _start(
         self, what: str, routes: Routes, messages: Sequence[list[Tensor]]
     ) -> Exchange:
-        clock = self.engine.clock
-        transport = self.engine.transport
-        assert transport is not None
-        phase = f"{self.direction.name} {what}"
-        clock.exchanges += 1
-        clock.phase = phase
-        with named(f"cad/exchange {phase}"), clock.measure("starting"):
-            pending = transport.start(messages, routes, phase, self._number)
+        assert self.engine.transport is not None
         return Exchange(
-            pending, [RowFormat.of(tensors) for tensors in messages], clock, phase
+            self.engine.transport,
+            self.engine.clock,
+            messages,
+            routes=routes,
+            phase=f"{self.direction.name} {what}",
+            call=self._number,
         )
 
     # Kernel calls -----------------------------------------------------------------------------------------------------
@@ -211,23 +181,17 @@ class AttentionCall:
         """Compute this rank's tasks, and combine results for other ranks, and local results if they are many."""
         self.engine.enter("attend", self.direction, self.key)
         tasks = self.begin_tasks(self._receive())
-        with self._traced():
+        with named(self.direction.trace_name):
             self.combine_results(tasks)
-
-    def _traced(self) -> AbstractContextManager[object]:
-        """Return a context that names the computation in traces."""
-        return named(self.direction.trace_name)
 
     def begin_tasks(self, received: dict[Kind, list[Tensor]]) -> TaskRunner:
         """Return the kernel calls over rows at home and ``received`` rows. The call then holds no rows at home."""
-        at_home = self._rows
+        spaces = [
+            RowSpace(rows, received.get(kind, ())) for kind, rows in self._rows.items()
+        ]
         self._rows = {}
-        queries, keys = (
-            RowSpace(rows, received.get(kind) or [x[:0] for x in rows])
-            for kind, rows in at_home.items()
-        )
         compute = partial(self.direction.compute, self.engine.kernel)
-        return TaskRunner(self._plan, queries, keys, compute, self._release)
+        return TaskRunner(self._plan.calls, spaces, compute, self._release)
 
     def _receive(self) -> dict[Kind, list[Tensor]]:
         """Wait for the rows to serve, by kind; returns an empty dictionary if no rows move."""
@@ -258,21 +222,26 @@ class AttentionCall:
 
         Results of joined servers are taken in later, when those for other ranks are on their way.
         """
-        num_results = sum(len(like) for like in self._like.results.values())
-        partials = [list(of_calls) for of_calls in zip(*tasks.run(), strict=True)]
-        if not partials:  # this rank has no tasks
-            partials = [[]] * num_results
-        for kind, like in self._like.results.items():
-            self._results[kind] = partials[: len(like)]
-            partials = partials[len(like) :]
-        for kind, like in self._like.results.items():
-            tables = getattr(self._plan, kind)
+        self._collect(tasks)
+        for kind, like in self._like.items():
             if self._plan.moves:
+                remote = getattr(self._plan, kind).remote
                 self._remote_results[kind] = self.direction.combine(
-                    tables.remote, self._results[kind], like
+                    remote, self._results[kind], like
                 )
             if not self._asked:
                 self._combine_local(kind)
+
+    def _collect(self, tasks: TaskRunner) -> None:
+        """Run the kernel calls."""
+        for results in tasks.run():
+            self._add_partials(results)
+
+    def _add_partials(self, results: Sequence[Tensor]) -> None:
+        """Add the results of one kernel call to those of the others."""
+        partials = chain(*self._results.values())
+        for of_result, rows in zip(partials, results, strict=True):
+            of_result.append(rows)
 
     def _combine_local(self, kind: Kind) -> None:
         """Combine the results of all kernel calls at home, if they are many."""
@@ -289,15 +258,10 @@ class AttentionCall:
         for request, answer in asked:
             results = take_answer(request, answer)
             if results is None:
-                with self._traced():
+                with named(self.direction.trace_name):
                     results = request.compute(self.engine.kernel)
-            remaining = iter(results)
-            for kind, like in self._like.results.items():
-                of_kind = self._results[kind] or [[] for _ in like]
-                self._results[kind] = [
-                    [*partials, next(remaining)] for partials in of_kind
-                ]
-        for kind in self._like.results:
+            self._add_partials(results)
+        for kind in self._results:
             self._combine_local(kind)
 
     # Results to their homes -------------------------------------------------------------------------------------------
@@ -357,10 +321,11 @@ class AttentionCall:
                 [*of_result, rows]
                 for of_result, rows in zip(partials, returned, strict=True)
             ]
-        like = (self._like.results if is_last else self._like.precise_results)[kind]
-        self._results[kind] = [
-            [rows] for rows in self.direction.combine(combination, partials, like)
-        ]
+        like = self._like[kind]
+        if not is_last:
+            like = [x.to(compute_dtype(x.dtype)) for x in like]
+        combined = self.direction.combine(combination, partials, like)
+        self._results[kind] = [[rows] for rows in combined]
 
     def finish(self) -> tuple[Tensor, ...]:
         """Take in the remaining results; returns the results of the rows at home and, forward, the kept messages."""
@@ -369,13 +334,10 @@ class AttentionCall:
             self._take_in_next()
         if not (self._plan.moves or self._plan.is_plain):
             for kind in self._results:
-                self.combine(
-                    kind, getattr(self._plan, kind).home[0].combination, is_last=True
-                )
+                chunk = getattr(self._plan, kind).home[0]
+                self.combine(kind, chunk.combination, is_last=True)
         of_kinds = zip(
-            chain(*self._results.values()),
-            chain(*self._like.results.values()),
-            strict=True,
+            chain(*self._results.values()), chain(*self._like.values()), strict=True
         )
         results = [rows.to(like.dtype).contiguous() for (rows,), like in of_kinds]
         if self.direction is FORWARD:

@@ -59,15 +59,8 @@ class Combination:
                 combined in this order.
             num_reusable: the first tensors, which may hold the results; others may lie in receive buffers, which peers
                 write to again. None: all.
-
-        Raises:
-            ValueError: more tensors than ``TENSOR_BITS`` allow.
         """
-        most_tensors = 1 << TENSOR_BITS
-        if len(targets) > most_tensors:
-            raise ValueError(
-                f"partials in {len(targets)} tensors, at most {most_tensors} can be combined"
-            )
+        assert len(targets) <= 1 << TENSOR_BITS, "see MAX_CALLS of planning"
         rows = _concatenated(targets)
         num_unused = np.count_nonzero(rows < 0)
         order = np.argsort(rows, kind="stable")
@@ -197,10 +190,8 @@ def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def _first_of_all_rows(targets: Sequence[np.ndarray], num_rows: int) -> int:
     """Return the number of the first tensor whose partials are those of all rows, in order; -1 if there is none."""
     every_row = np.arange(num_rows)
-    for number, rows in enumerate(targets):
-        if np.array_equal(rows, every_row):
-            return number
-    return -1
+    is_of_all = [np.array_equal(rows, every_row) for rows in targets]
+    return is_of_all.index(True) if any(is_of_all) else -1
 
 
 def _wave_tables(order: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:

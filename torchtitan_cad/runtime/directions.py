@@ -5,9 +5,8 @@ A call's ``rows`` are tensors of query rows, followed by those of key rows: k, v
 that part. Its results are those of query rows, followed by those of key rows.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,98 +20,96 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.transport.base import Kind
 
+Results = tuple[Tensor, ...]
+Partials = Sequence[Sequence[Tensor]]
+"""per result of one kind, the tensors of its partials"""
 
-class Direction(ABC):
+
+@dataclass(frozen=True, eq=False)
+class Direction:
     """A direction of core attention.
 
     Attributes:
         name: "forward" or "backward".
         results_name: name of the results that travel home.
         trace_name: name of the kernel calls in traces.
+        compute: runs a kernel call on rows, and returns its results.
+        results_like: returns tensors like the results of a call on rows, by the kind of rows that they belong to.
+        combine: combines the partials of each result of one kind into one tensor, in the dtype of tensors like it.
     """
 
-    name: ClassVar[str]
-    results_name: ClassVar[str]
-    trace_name: ClassVar[str]
-
-    @abstractmethod
-    def compute(
-        self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
-    ) -> tuple[Tensor, ...]:
-        """Run a kernel call, and return its results."""
-
-    @abstractmethod
-    def results_like(self, rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
-        """Return tensors like the results of a call on ``rows``, by the kind of rows that they belong to."""
-
-    @abstractmethod
-    def combine(
-        self,
-        combination: Combination,
-        partials: Sequence[Sequence[Tensor]],
-        like: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """Combine the partials of each result of one kind into one tensor, in the dtype of ``like``."""
+    name: str
+    results_name: str
+    trace_name: str
+    compute: Callable[[AttentionKernel, Sequence[Tensor], VarlenArgs], Results]
+    results_like: Callable[[Sequence[Tensor]], dict[Kind, list[Tensor]]]
+    combine: Callable[[Combination, Partials, Sequence[Tensor]], list[Tensor]]
 
 
-class _Forward(Direction):
-    """Query rows: q. Results: out and its log-sum-exp, lse."""
-
-    name = "forward"
-    results_name = "outputs"
-    trace_name = "cad/attention"
-
-    def compute(
-        self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
-    ) -> tuple[Tensor, ...]:
-        q, *keys = rows
-        k, v = _join(*keys)
-        return kernel.forward(q, k, v, args)
-
-    def results_like(self, rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
-        q, _, v, *_ = rows
-        num_rows, heads, _ = q.shape
-        out = q.new_empty(num_rows, heads, v.shape[2])
-        lse = q.new_empty(num_rows, heads, dtype=compute_dtype(q.dtype))
-        return {"queries": [out, lse]}
-
-    def combine(
-        self,
-        combination: Combination,
-        partials: Sequence[Sequence[Tensor]],
-        like: Sequence[Tensor],
-    ) -> list[Tensor]:
-        return combination.merge(partials, like[0])
+def _attend(
+    kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
+) -> Results:
+    q, *keys = rows
+    k, v = _join(*keys)
+    return kernel.forward(q, k, v, args)
 
 
-class _Backward(Direction):
-    """Query rows: dout, lse, delta (or out, by a plan of one plain kernel call), q. Results: gradients of q, k, v."""
+def _outputs_like(rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
+    q, _, v, *_ = rows
+    num_rows, heads, _ = q.shape
+    out = q.new_empty(num_rows, heads, v.shape[2])
+    lse = q.new_empty(num_rows, heads, dtype=compute_dtype(q.dtype))
+    return {"queries": [out, lse]}
 
-    name = "backward"
-    results_name = "gradients"
-    trace_name = "cad/attention backward"
 
-    def compute(
-        self, kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
-    ) -> tuple[Tensor, ...]:
-        dout, lse, delta, q, *keys = rows
-        is_output = delta.dim() == dout.dim()
-        merged = Merged(lse, out=delta) if is_output else Merged(lse, delta)
-        k, v = _join(*keys)
-        dq, dk, dv = kernel.backward(dout, q, k, v, merged, args)
-        return dq, *_split(dk, dv, *keys)
+def _merge(
+    combination: Combination, partials: Partials, like: Sequence[Tensor]
+) -> list[Tensor]:
+    return combination.merge(partials, like[0])
 
-    def results_like(self, rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
-        _, _, _, q, *keys = rows
-        return {"queries": [q], "keys": keys}
 
-    def combine(
-        self,
-        combination: Combination,
-        partials: Sequence[Sequence[Tensor]],
-        like: Sequence[Tensor],
-    ) -> list[Tensor]:
-        return combination.add(partials, like)
+FORWARD = Direction(
+    name="forward",
+    results_name="outputs",
+    trace_name="cad/attention",
+    compute=_attend,
+    results_like=_outputs_like,
+    combine=_merge,
+)
+"""Query rows: q. Results: out and its log-sum-exp, lse."""
+
+
+def _differentiate(
+    kernel: AttentionKernel, rows: Sequence[Tensor], args: VarlenArgs
+) -> Results:
+    dout, lse, delta, q, *keys = rows
+    is_output = delta.dim() == dout.dim()
+    merged = Merged(lse, out=delta) if is_output else Merged(lse, delta)
+    k, v = _join(*keys)
+    dq, dk, dv = kernel.backward(dout, q, k, v, merged, args)
+    return dq, *_split(dk, dv, *keys)
+
+
+def _gradients_like(rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
+    _, _, _, q, *keys = rows
+    return {"queries": [q], "keys": keys}
+
+
+def _add(
+    combination: Combination, partials: Partials, like: Sequence[Tensor]
+) -> list[Tensor]:
+    return combination.add(partials, like)
+
+
+BACKWARD = Direction(
+    name="backward",
+    results_name="gradients",
+    trace_name="cad/attention backward",
+    compute=_differentiate,
+    results_like=_gradients_like,
+    combine=_add,
+)
+"""Query rows: dout, lse, delta (or out, by a plan of one plain kernel call), q. Results: gradients of q, k, v."""
 
 
 def _join(k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -125,7 +122,7 @@ def _join(k: Tensor, v: Tensor, shared: Tensor | None = None) -> tuple[Tensor, T
 
 def _split(
     dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, shared: Tensor | None = None
-) -> tuple[Tensor, ...]:
+) -> Results:
     """Return the gradients of k, v and ``shared`` from those of the results of ``_join``."""
     if shared is None:
         return dk, dv
@@ -133,7 +130,3 @@ def _split(
     of_heads = dk[..., k.shape[2] :]
     of_shared = of_heads.sum(1, keepdim=True, dtype=compute_dtype(dk.dtype))
     return own, dv, of_shared.to(dk.dtype)
-
-
-FORWARD = _Forward()
-BACKWARD = _Backward()

@@ -13,7 +13,6 @@ results are combined chunk by chunk, the last chunks in the last step.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,8 +101,8 @@ class CoreAttentionEngine:
             self.scale,
             chunks=chunks,
             squares_only=self.kernel.squares_only,
+            keeps=keeps,
         )
-        tables = replace(tables, keeps=keeps)
         if plan.moves_rows and self.transport is not None:
             self.transport.prepare(tables.exchanges)
         self._plans[key] = tables, streams.record_event(self.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.traces import named
-from torchtitan_cad.runtime.transport.base import Kind, Pending, Routes
+from torchtitan_cad.runtime.transport.base import Kind, Routes, Transport
 
 
 @dataclasses.dataclass
@@ -48,24 +48,30 @@ class ExchangeClock:
 
 
 class Exchange:
-    """A pending exchange that yields typed tensors instead of bytes.
+    """An exchange, which begins with its object, and yields typed tensors instead of bytes; arguments as of ``start``.
 
-    Args:
+    Attributes:
         formats: row formats of its messages.
     """
 
     def __init__(
         self,
-        pending: Pending,
-        formats: Sequence[RowFormat],
+        transport: Transport,
         clock: ExchangeClock,
+        messages: Sequence[list[Tensor]],
+        *,
+        routes: Routes,
         phase: str,
+        call: int,
     ) -> None:
-        self.formats = formats
-        self._pending = pending
+        self.formats = [RowFormat.of(tensors) for tensors in messages]
         self._clock = clock
         self._phase = phase
         self._messages: list[Tensor] = []
+        clock.exchanges += 1
+        clock.phase = phase
+        with named(f"cad/exchange {phase}"), clock.measure("starting"):
+            self._pending = transport.start(messages, routes, phase, call)
 
     def receive(self) -> list[Tensor]:
         """Wait, on the current stream, for the messages, uint8 [rows, row_bytes]; a later ``wait`` returns at once."""

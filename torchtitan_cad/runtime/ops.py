@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_cad.runtime.call import Saved
+from torchtitan_cad.runtime.directions import FORWARD
 from torchtitan_cad.runtime.engine import get_engine
-from torchtitan_cad.runtime.kernels.base import compute_dtype
 
 Remembered = tuple[Sequence[Tensor], Sequence[Any]]
 """tensors and other values that an operator's backward needs of its arguments and results"""
@@ -83,16 +83,11 @@ def define(
     return operator
 
 
-def results_like(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors of the shapes and dtypes of a forward call's results."""
-    kept = q.new_empty(0, dtype=torch.uint8)
-    out = q.new_empty((*q.shape[:2], v.shape[2]))
-    return (
-        out,
-        q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
-        kept,
-        kept.clone(),
-    )
+def results_like(rows: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return tensors of the shapes and dtypes of a forward call's results, from the arguments of ``QKV``."""
+    out, lse = FORWARD.results_like(rows)["queries"]
+    kept = out.new_empty(0, dtype=torch.uint8)
+    return out, lse, kept, kept.clone()
 
 
 def remember_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> Remembered:
@@ -126,7 +121,7 @@ _core_attention = define(
     lambda engine, key, q, k, v, shared: engine.begin_forward(
         q, k, v, key, shared
     ).run(),
-    lambda q, k, v, shared: results_like(q, v),
+    lambda *arguments: results_like(arguments),
     lambda of_results, saved, *call: gradients_of_qkv(
         _core_attention_backward(*backward_arguments(of_results, saved), *call)
     ),

@@ -15,13 +15,12 @@ from torchtitan_cad.planning.model.shape import ROW_ALIGNMENT
 from torchtitan_cad.runtime import triton
 
 
-class Field(NamedTuple):
+class _Field(NamedTuple):
     """Bytes of a message row that hold a row of one tensor, contiguous."""
 
     offset: int
     num_bytes: int
     shape: torch.Size
-    strides: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -33,20 +32,19 @@ class RowFormat:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.fields: list[Field] = []
+        self.fields: list[_Field] = []
         offset = 0
         for tensor in tensors:
-            row = tensor.new_empty(tensor.shape[1:])
-            field = Field(offset, row.nbytes, row.shape, row.stride(), row.dtype)
-            self.fields.append(field)
-            offset += -(-row.nbytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            shape = tensor.shape[1:]
+            num_bytes = shape.numel() * tensor.itemsize
+            self.fields.append(_Field(offset, num_bytes, shape, tensor.dtype))
+            offset += -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.row_bytes = offset
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "RowFormat":
         """Return the format of tensors, made once for all like them."""
-        kinds = [(x.shape[1:], x.dtype) for x in tensors]
-        key = tuple(kinds)
+        key = tuple((x.shape[1:], x.dtype) for x in tensors)
         return _formats.get(key) or _formats.setdefault(key, cls(tensors))
 
     def pack(
@@ -56,10 +54,9 @@ class RowFormat:
         out: Tensor | None = None,
     ) -> Tensor:
         """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
-        chosen = tensors[0] if rows is None else rows
-        num_rows = chosen.shape[0]
         message = out
         if message is None:
+            num_rows = len(tensors[0] if rows is None else rows)
             message = torch.empty(
                 num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device
             )
@@ -77,20 +74,10 @@ class RowFormat:
 
     def unpack(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message [R, row_bytes], as strided views [R, ...] of it."""
-        num_rows = message.shape[0]
-        typed = {field.dtype: message.view(field.dtype) for field in self.fields}
         tensors = []
-        for offset, _, shape, strides, dtype in self.fields:
-            elements = typed[dtype]
-            row_stride = self.row_bytes // dtype.itemsize
-            first = elements.storage_offset() + offset // dtype.itemsize
-            tensors.append(
-                elements.as_strided(
-                    (num_rows, *shape),
-                    (row_stride, *strides),
-                    first,
-                )
-            )
+        for offset, num_bytes, shape, dtype in self.fields:
+            elements = message[:, offset : offset + num_bytes].view(dtype)
+            tensors.append(elements.view(message.shape[0], *shape))
         return tensors
 
     def reveal(self, hidden: Tensor, num_rows: int) -> list[Tensor]:

@@ -92,49 +92,34 @@ class RowTables:
         out, routes_home = _routes(exchange, kind, chunks, device)
         home: list[Chunk] = []
         # Results return in the order of the sent rows.
-        returned_rows = np.split(
-            exchange.send_rows,
-            np.cumsum([route.most_rows for route in routes_home[:-1]], dtype=int),
-        )
+        ends = np.cumsum([route.most_rows for route in routes_home], dtype=int)
+        returned_rows = np.split(exchange.send_rows, ends[:-1])
         for route, rows in zip(routes_home, returned_rows, strict=True):
             targets = [*so_far, rows] if moves else so_far
             combination = combine(targets, num_local, num_reusable=len(so_far))
-            home.append(
-                Chunk(
-                    kind, route, combination, is_last=len(home) == len(routes_home) - 1
-                )
-            )
+            is_last = route is routes_home[-1]
+            home.append(Chunk(kind, route, combination, is_last))
             so_far = [np.arange(num_local)]
         return cls(num_local, num_remote, out, remote, local, home)
 
 
 def _routes(
-    exchange: RowExchange,
-    kind: Kind,
-    chunks: Chunks,
-    device: torch.device,
+    exchange: RowExchange, kind: Kind, chunks: Chunks, device: torch.device
 ) -> tuple[list[Route], list[Route]]:
     """Return the routes of rows to their servers, and of results home.
 
     Chunks alternate between the buffers, those of queries first.
     """
-    divide = partial(_divide, device=device)
-    is_second = kind == "keys"
-    out = divide(
-        kind,
-        exchange.send_rows,
-        _Counts(exchange.send_counts, exchange.recv_counts, exchange.put_offsets),
-        chunks=chunks.keys_out if is_second else chunks.queries_out,
-        first_buffer=len(chunks.queries_out) if is_second else 0,
+    there = _Counts(exchange.send_counts, exchange.recv_counts, exchange.put_offsets)
+    back = _Counts(exchange.recv_counts, exchange.send_counts, exchange.return_offsets)
+    out = partial(_divide, kind, exchange.send_rows, there, device)
+    home = partial(_divide, "results", None, back, device)
+    if kind == "queries":
+        return out(chunks.queries_out, 0), home(chunks.queries_home, 0)
+    return (
+        out(chunks.keys_out, len(chunks.queries_out)),
+        home(chunks.keys_home, len(chunks.queries_home)),
     )
-    home = divide(
-        "results",
-        None,
-        _Counts(exchange.recv_counts, exchange.send_counts, exchange.return_offsets),
-        chunks=chunks.keys_home if is_second else chunks.queries_home,
-        first_buffer=len(chunks.queries_home) if is_second else 0,
-    )
-    return out, home
 
 
 class _Counts(NamedTuple):
@@ -149,10 +134,9 @@ def _divide(
     kind: Kind,
     rows: np.ndarray | None,
     counts: _Counts,
-    *,
+    device: torch.device,
     chunks: Sequence[int],
     first_buffer: int,
-    device: torch.device,
 ) -> list[Route]:
     """Return one route per chunk, which divide the rows in their order of arrival.
 

@@ -241,9 +241,7 @@ def _define_close(
     return define(
         f"{family}_close({tokens}, {QKV}) -> {RESULTS}",
         partial(run_step, FORWARD, "finish"),
-        lambda *arguments: results_like(
-            arguments[num_tokens], arguments[num_tokens + 2]
-        ),
+        lambda *arguments: results_like(arguments[num_tokens:]),
         gradients_of_call,
         remember_call,
     )

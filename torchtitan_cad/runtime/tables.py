@@ -4,11 +4,10 @@
 For the numbering of rows see NOTE [Row spaces] of planning/exchange/tables.py.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -66,8 +65,7 @@ class PlanTables:
     """Everything that one rank needs to execute one plan.
 
     Two attributes are equal on all ranks. If ``moves`` is False, no rank sends rows, and all exchanges are skipped. If
-    ``keeps`` is True, servers keep received Q, K and V for backward. ``likes`` are for ``AttentionCall``, made by the
-    first layer.
+    ``keeps`` is True, servers keep received Q, K and V for backward.
     """
 
     queries: RowTables
@@ -75,8 +73,7 @@ class PlanTables:
     moves: bool
     calls: list[KernelCall]
     stand_ins: list[StandInCall]
-    keeps: bool = False
-    likes: dict[Hashable, Any] = field(default_factory=dict)
+    keeps: bool
 
     @classmethod
     def from_exchange(
@@ -88,6 +85,7 @@ class PlanTables:
         *,
         chunks: Chunks | None = None,
         squares_only: bool = False,
+        keeps: bool = False,
     ) -> "PlanTables":
         """Build the tensors on ``device``.
 
@@ -138,19 +136,15 @@ class PlanTables:
             StandInCall(server, seconds, kernel_call(table, causal))
             for server, seconds, table, causal in by_servers
         ]
-        return cls(queries, keys, moves, calls, stand_ins)
+        return cls(queries, keys, moves, calls, stand_ins, keeps)
 
     @cached_property
     def out(self) -> dict[str, list[Routes]]:
-        """The exchanges that take rows to servers: of "all" kinds, or of "queries" alone if servers keep the keys."""
-        kinds = {
-            "all": [self.queries.out, self.keys.out],
-            "queries": [self.queries.out],
-        }
-        return {
-            name: [Routes(routes) for routes in _together(*of_kinds)]
-            for name, of_kinds in kinds.items()
-        }
+        """The exchanges that take rows to servers, by direction; in backward without keys if servers keep them."""
+        together = _together(self.queries.out, self.keys.out)
+        out = [Routes(routes) for routes in together]
+        of_queries = [Routes([route]) for route in self.queries.out]
+        return {"forward": out, "backward": of_queries if self.keeps else out}
 
     @cached_property
     def home(self) -> dict[str, list[tuple[Routes, tuple[Chunk, ...]]]]:
@@ -170,11 +164,8 @@ class PlanTables:
     @property
     def exchanges(self) -> list[Routes]:
         """All exchanges of the plan, in both directions."""
-        return [
-            *self.out["all"],
-            *self.out["queries"],
-            *(routes for routes, _ in chain(*self.home.values())),
-        ]
+        out = chain(*self.out.values()) if self.keeps else self.out["forward"]
+        return [*out, *(routes for routes, _ in chain(*self.home.values()))]
 
     @property
     def is_plain(self) -> bool:

@@ -17,7 +17,7 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.call import AttentionCall, Saved, Step
 from torchtitan_cad.runtime.directions import FORWARD, Direction
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import compute_dtype
+from torchtitan_cad.runtime.ops import results_like
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,15 @@ class TickEngine(CoreAttentionEngine):
     ) -> None:
         super().__init__(**options)
         new = torch.empty(0, dtype=dtype, device=self.device)
-        heads = shape.num_heads
-        kv_heads = shape.num_kv_heads
-        sizes = (
-            (heads, shape.head_dim),
-            (kv_heads, shape.key_dim),
-            (kv_heads, shape.out_dim),
-            (heads, shape.out_dim),
-        )
-        q, k, v, out = (new.new_empty(0, *size) for size in sizes)
+        q = new.new_empty(0, shape.num_heads, shape.head_dim)
+        k = new.new_empty(0, shape.num_kv_heads, shape.key_dim)
+        v = new.new_empty(0, shape.num_kv_heads, shape.out_dim)
         shared = new.new_empty(0, 1, shape.shared_dim) if shape.shared_dim else None
-        lse = new.new_empty(0, heads, dtype=compute_dtype(dtype))
-        kept = new.new_empty(0, dtype=torch.uint8)
-        self._saved = Saved(q, k, v, out, lse, kept, kept, shared)
+        out, lse, kept_q, kept_kv = results_like([q, k, v])
+        self._saved = Saved(q, k, v, out, lse, kept_q, kept_kv, shared)
         self._steps: Iterator[_Due] | None = None
-        self._microbatch = range(0)
+        self._microbatch: int | None = None
+        """Key of this rank's blocks for the first nano-batch of the tick."""
         self._served: dict[int, AttentionCall] = {}
         """Served calls by nano-batch until they are finished, the oldest first."""
         self._serving = False
@@ -108,14 +102,12 @@ class TickEngine(CoreAttentionEngine):
         if self._steps is not None:
             raise RuntimeError("a tick begins, but the one before it has not ended")
         self._steps = _steps(calls)
-        if microbatch is not None and calls:
-            self._microbatch = range(microbatch, microbatch + len(calls[0].keys))
+        self._microbatch = microbatch
 
     def end_tick(self) -> None:
         """Serve in the remaining calls; raises RuntimeError if one of them needs a block of this rank."""
         due = self._serve_until_own()
         self._steps = None
-        self._microbatch = range(0)
         if due is not None:
             raise RuntimeError(
                 f"a tick ends, but a block of this rank has not made its step {due}"
@@ -139,20 +131,15 @@ class TickEngine(CoreAttentionEngine):
                 f"core attention gets {rows.dtype}, but the ranks that serve it expect {expected}, the dtype of "
                 "training.mixed_precision_param: cast queries, keys and values to that"
             )
-        if step == "start" and key not in self._microbatch:
-            raise RuntimeError(
-                f"a block computes core attention of microbatch {key} outside its tick"
-            )
         due = self._serve_until_own() if self._steps is not None else None
-        if due is not None and (due.step, due.call.forward) == (
-            step,
-            direction is FORWARD,
-        ):
+        is_forward = direction is FORWARD
+        if due is not None and (due.step, due.call.forward) == (step, is_forward):
             plan_key = due.call.keys[due.nano]
-            if key == (self._microbatch[due.nano] if step == "start" else plan_key):
+            is_own = key - due.nano == self._microbatch
+            if is_own if step == "start" else key == plan_key:
                 return super().enter(step, direction, plan_key)
         raise RuntimeError(
-            f"a block makes the step {step}_{direction.name}, but its next step in this tick is {due}"
+            f"a block makes the step {step}_{direction.name} of {key}, but the next step in this tick is {due}"
         )
 
     def _serve_until_own(self) -> _Due | None:
