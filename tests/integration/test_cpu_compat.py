@@ -18,8 +18,6 @@ from tests.lib.jobs.compositions import (
 )
 from tests.lib.jobs.harness import run
 from tests.lib.jobs.launched import TORCHRUN, launched
-from tests.lib.refusals import refusal
-from torchtitan_cad.integration import cpu as any_cpu
 from torchtitan_cad.integration.torchtitan_v0_2 import cpu
 
 SAVED = ("--training.steps=4", "--checkpoint.enable", "--checkpoint.interval=2")
@@ -112,8 +110,3 @@ def test_integers_are_counted():
     counts = torch.histc(values, bins=61, min=0, max=61)
     assert torch.equal(counts, torch.bincount(values, minlength=61))
     assert torch.histc(torch.rand(64), bins=4).sum() == 64
-
-
-def test_device_module_names_what_is_missing():
-    with refusal("torch.cpu", error=AttributeError):
-        _ = any_cpu._CpuDeviceModule("cpu_device").memory

@@ -4,15 +4,13 @@
 Nothing here changes what is computed.
 """
 
-import functools
 import importlib
 import os
 import resource
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -51,7 +49,6 @@ def enable_cpu(before_import: Callable[[], None] | None = None) -> bool:
 def _adapt_torch() -> None:
     """Let torch do on CPU ranks what torchtitan asks of it."""
     _count_integers()
-    _offload_to_memory_that_is_not_pinned()
     force_sum_reduction_in_fsdp()
     _drop_missing_profiler_activity()
     _exchange_unequal_parts()
@@ -70,95 +67,41 @@ def _import_with_cpu_device() -> None:
 
     The patch ends with that import, because torch itself asks the same functions what hardware is present.
     """
-    device_module = _CpuDeviceModule("torchtitan_cad.cpu_device")
     with (
         mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
-        mock.patch("torch._utils._get_device_module", return_value=device_module),
+        mock.patch("torch._utils._get_device_module", return_value=_device_module()),
     ):
         importlib.import_module("torchtitan.tools.utils")
-    _name_one_backend(importlib.import_module("torchtitan.distributed.utils"))
 
 
-def _name_one_backend(utils: Any) -> None:
-    """`training.enable_cpu_offload` asks for gloo beside the backend of the device, which on CPU is gloo already."""
-    init_distributed = utils.init_distributed
-
-    @functools.wraps(init_distributed)
-    def with_one_backend(
-        *args: Any, enable_cpu_backend: bool = False, **kwargs: Any
-    ) -> int:
-        return init_distributed(*args, **kwargs)
-
-    utils.init_distributed = with_one_backend
-
-
-class _CpuDeviceModule(ModuleType):
-    """`torch.cpu` plus the device queries torchtitan makes of `torch.cuda`."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return getattr(torch.cpu, name)
-        except AttributeError:
-            raise AttributeError(
-                f"torch.cpu has no {name!r}: this torchtitan feature needs an accelerator"
-            ) from None
-
-    @staticmethod
-    def current_device() -> int:
-        """0, not `torch.cpu`'s "cpu": it is passed to `barrier(device_ids=...)`, which wants integers."""
-        return 0
-
-    @staticmethod
-    def set_device(device: torch.device | int) -> None:
-        """Nothing to do: there is one."""
-
-    @staticmethod
-    def device_count() -> int:
-        """1, as every rank sees the same device."""
-        return 1
-
-    @staticmethod
-    def get_device_name(device: torch.device | str | None = None) -> str:
-        return "CPU"
-
-    @staticmethod
-    def get_device_properties(
-        device: torch.device | str | None = None,
-    ) -> SimpleNamespace:
-        """Return the one field that torchtitan reads, bytes of memory."""
-        return SimpleNamespace(
-            total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        )
-
-    @staticmethod
-    def memory_stats(device: torch.device | str | None = None) -> dict[str, int]:
-        """Return the process's peak resident set as the caching allocator's peaks (ru_maxrss is in KiB)."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {
-            "active_bytes.all.peak": peak,
-            "reserved_bytes.all.peak": peak,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
-
-    @staticmethod
-    def reset_peak_memory_stats(device: torch.device | str | None = None) -> None:
-        """Nothing to do: the kernel keeps one peak for the life of the process."""
-
-    @staticmethod
-    def empty_cache() -> None:
-        """Nothing to do: CPU memory is not cached by torch."""
+def _device_module() -> SimpleNamespace:
+    """Return `torch.cpu` plus the device queries torchtitan makes of `torch.cuda`."""
+    properties = SimpleNamespace(
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    queries = {
+        # not `torch.cpu`'s "cpu": it is passed to `barrier(device_ids=...)`, which wants integers
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device_count": lambda: 1,
+        "get_device_name": lambda device: "CPU",
+        "get_device_properties": lambda device=None: properties,
+        "memory_stats": _memory_stats,
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    return SimpleNamespace(**vars(torch.cpu) | queries)
 
 
-def _offload_to_memory_that_is_not_pinned() -> None:
-    """`training.enable_cpu_offload` takes FSDP2's default, memory that an accelerator has pinned."""
-    from torch.distributed import fsdp
-
-    @dataclass
-    class NotPinned(fsdp.CPUOffloadPolicy):
-        pin_memory: bool = False
-
-    fsdp.CPUOffloadPolicy = NotPinned  # type: ignore[misc]
+def _memory_stats(device: torch.device) -> dict[str, int]:
+    """Return the process's peak resident set as the caching allocator's peaks (ru_maxrss is in KiB)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "active_bytes.all.peak": peak,
+        "reserved_bytes.all.peak": peak,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
 
 
 def _count_integers() -> None:
@@ -168,12 +111,10 @@ def _count_integers() -> None:
     """
     original = torch.histc
 
-    def histc(
-        input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
-    ) -> torch.Tensor:
-        if input.is_floating_point() or input.device.type != "cpu":
-            return original(input, bins, min, max)
-        return original(input.double(), bins, min, max).to(input.dtype)
+    def histc(input: torch.Tensor, **options: Any) -> torch.Tensor:
+        if input.is_floating_point():
+            return original(input, **options)
+        return original(input.double(), **options).to(input.dtype)
 
     torch.histc = histc  # type: ignore[assignment]
 
@@ -188,7 +129,6 @@ def force_sum_reduction_in_fsdp() -> None:
 
     original = FSDPModule.set_gradient_divide_factor
 
-    @functools.wraps(original)
     def set_gradient_divide_factor(self: FSDPModule, factor: float) -> None:
         original(self, factor)
         self.set_force_sum_reduction_for_comms(True)
@@ -200,7 +140,6 @@ def _drop_missing_profiler_activity() -> None:
     """Without CUDA or XPU torchtitan profiles the activities [CPU, None]; torch 2.13 rejects the None."""
     original = torch.profiler.profile.__init__
 
-    @functools.wraps(original)
     def init(
         self: torch.profiler.profile, *, activities: Any = None, **kwargs: Any
     ) -> None:
@@ -218,15 +157,12 @@ def _exchange_unequal_parts() -> None:
         output_tensor_list: list[torch.Tensor],
         input_tensor_list: list[torch.Tensor],
         group: Any = None,
-        async_op: bool = False,
     ) -> None:
         received = [len(part) for part in output_tensor_list]
         sent = [len(part) for part in input_tensor_list]
         came = torch.cat(output_tensor_list)
-        dist.all_to_all_single(
-            came, torch.cat(input_tensor_list), received, sent, group
-        )
-        for part, rows in zip(output_tensor_list, came.split(received), strict=True):
-            part.copy_(rows)
+        rows = torch.cat(input_tensor_list)
+        dist.all_to_all_single(came, rows, received, sent, group)
+        torch._foreach_copy_(output_tensor_list, came.split(received))
 
-    dist.all_to_all = all_to_all
+    dist.all_to_all = all_to_all  # type: ignore[assignment]

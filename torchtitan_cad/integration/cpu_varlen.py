@@ -6,6 +6,7 @@ mode and compiled, with the same arithmetic as core attention disaggregation: a 
 Works for torch 2.11 (no ``enable_gqa`` and later arguments; the op supports fewer key heads) to 2.15.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -28,13 +29,8 @@ def register_cpu_varlen() -> None:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, in query's layout where it has its shape, lse [Hq, Tq] of FlashAttention-2, and an unused state.
-
-    Args:
-        call: cu_seq_q, cu_seq_k, max_q, max_k, and as far as given is_causal, scale, window_size, enable_gqa,
-            seqused_k, block_table, num_splits.
-    """
-    out, lse = CpuKernel().forward(query, key, value, _call(query, *call))
+    """Return out, in query's layout where it has its shape, lse [Hq, Tq] of FlashAttention-2, and an unused state."""
+    out, lse = CpuKernel().forward(query, key, value, _tasks(query, *call))
     if out.shape == query.shape:  # else values are narrower than keys
         out = _like(query, out)
     return out, lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64)
@@ -47,45 +43,34 @@ def _backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    *rest: Any,
+    *call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients like query, key and value. The rest is cu_seq_q .. is_causal, a random state, and maybe further."""
-    *call, _, scale, window = (*rest, None, None)[:8]
+    """Return gradients like query, key and value."""
     merged = Merged(lse.t(), row_delta(grad_out, out))
-    gradients = CpuKernel().backward(
-        grad_out, query, key, value, merged, _call(query, *call, scale, window)
-    )
+    forward_call = call[:5] + call[6:]  # backward has a random state in between
+    tasks = _tasks(query, *forward_call)
+    gradients = CpuKernel().backward(grad_out, query, key, value, merged, tasks)
     dq, dk, dv = map(_like, (query, key, value), gradients)
     return dq, dk, dv
 
 
-def _call(
+def _tasks(
     query: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
+    cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
-    *options: Any,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    *others: Any,
 ) -> VarlenArgs:
-    """Return the call's tasks: whole documents, so the default document positions are right.
-
-    Raises:
-        ValueError: a window that is not causal, paged keys or per-sequence key counts.
-    """
-    is_causal, scale, window_size, _, *paged = (*options, *[None] * 6)[:6]
-    if cu_seq_k is None or any(x is not None for x in paged):
-        raise ValueError(
-            "varlen_attn on the CPU supports neither seqused_k nor block_table; pass cu_seq_k only"
-        )
-    left, right = (-1, -1) if window_size is None else window_size
-    if right not in (-1, 0) or (left >= 0 and right < 0 and not is_causal):
-        raise ValueError(
-            f"varlen_attn on the CPU supports window_size (-1, -1) and (n, 0), got {(left, right)}"
-        )
+    """Return the call's tasks: whole documents, so the default document positions are right."""
+    left, right = window_size or (-1, -1)
     return VarlenArgs.from_numpy(
         cu_seq_q.numpy(),
         cu_seq_k.numpy(),
-        causal=bool(is_causal) or right == 0,
+        causal=is_causal or right == 0,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         window=left + 1 if left >= 0 else None,
     )

@@ -162,7 +162,6 @@ COMPOSITIONS = [
     Composition("fsdp4", dp=4),
     Composition("resend", args=RESEND),
     Composition("tolerance_auto", args=TOLERANCE_AUTO, moves=False),
-    Composition("cpu_offload", shared=("--training.enable_cpu_offload",)),
     Composition(
         "hsdp2x2", dp=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)
     ),
