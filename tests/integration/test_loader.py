@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,18 +30,16 @@ from tests.lib.reference import local_tokens
 from tests.lib.refusals import check_refusal, refusal
 from torchtitan_cad.integration.failure import _may_be_caused_by_a_peer
 from torchtitan_cad.integration.host_tensor import HostTensor
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.loading.documents import (
     DocumentRule,
     cut_for_nano_batches,
 )
 from torchtitan_cad.integration.loading.loader import (
     PLAN_KEYS,
-    TRAINED,
-    WATCHED,
     PlanningLoader,
-    _Pace,
-    _Producer,
+    _in_thread,
+    _result,
 )
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import PlannerConfig
@@ -154,13 +151,13 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
 
 
 def planning_loader(
-    inner: Any, accumulation: int = 1, rows_per_microbatch: int | None = None
+    inner: Any, accumulation: int = 1, microbatches: int = 1
 ) -> tuple[PlanningLoader, list[Any]]:
     """A loader of one rank, and the batches that it has planned and handed out."""
     (loader,) = connect(
         [OneRank(inner)],
         accumulation=accumulation,
-        rows_per_microbatch=rows_per_microbatch,
+        microbatches=microbatches,
     )
     planned = list[Any]()
     loader.on_batch = planned.append
@@ -169,25 +166,22 @@ def planning_loader(
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_state_is_that_of_the_last_consumed_batch(accumulation):
-    """In the middle of a step it is that of the step's beginning, and how many batches follow it."""
+    """In the middle of a step it is that of the step's beginning."""
     loader, _ = planning_loader(CountingLoader(8), accumulation)
     states = [loader.state_dict()]
-    for number, (inputs, labels) in enumerate(itertools.islice(loader, 3)):
+    for number, (inputs, labels) in enumerate(itertools.islice(loader, 4)):
         assert int(inputs["input"][0, 0]) == number == int(labels[0, 0])
         states.append(loader.state_dict())
     loader.close()
-    if accumulation == 1:
-        assert states == [{"next": number} for number in range(4)]
-    else:
-        in_the_step = [{"next": 0, TRAINED: number} for number in range(1, 4)]
-        assert states == [{"next": 0}, *in_the_step]
+    ends = [number - number % accumulation for number in range(5)]
+    assert states == [{"next": end} for end in ends]
 
     resumed, planned = planning_loader(CountingLoader(8), accumulation)
     resumed.load_state_dict(states[-1])
     assert resumed.state_dict() == states[-1]
-    assert drain(resumed) == ([3, 4, 5, 6, 7], None)
+    assert drain(resumed) == ([4, 5, 6, 7], None)
     assert resumed.state_dict() == {"next": 8}
-    assert len(planned) == 5
+    assert len(planned) == 4
 
 
 class BufferingLoader(CountingLoader):
@@ -212,7 +206,7 @@ def test_state_does_not_change_with_what_is_drawn_ahead():
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
-    while inner.next < 3:  # the loader draws ahead, in a thread
+    while inner.next < 2:  # the loader draws ahead, in a thread
         time.sleep(0.01)
     assert state == {"next": 1, "drawn": [1]}
     loader.close()
@@ -231,10 +225,10 @@ def test_halves_under_tensor_parallelism_take_even_rows_only():
 
 def planner_of(tp: int) -> BatchPlanner:
     """A planner of two nano-batches, of one rank by tensor parallelism."""
-    config = PlannerConfig()
-    rules = PlanRules(config, (), nano_batches=2)
     topology = Topology(pp=1, dp=1, cp=1, tp=tp)
-    return BatchPlanner(None, [0], topology, rules=rules, engines=[])
+    return BatchPlanner(
+        None, [0], topology, PlannerConfig(), [], engines=[], nano_batches=2
+    )
 
 
 def test_a_step_without_enough_data_is_not_begun():
@@ -245,7 +239,7 @@ def test_a_step_without_enough_data_is_not_begun():
 
 
 def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed():
-    loader, planned = planning_loader(CountingLoader(10), 2, rows_per_microbatch=2)
+    loader, planned = planning_loader(CountingLoader(10), 2, microbatches=2)
     (engine,) = loader.planner().engines
     previous: list[int] = []
     for number, (inputs, _) in enumerate(loader, start=1):
@@ -264,27 +258,6 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed():
     assert number == 10
     with refusal(error=RuntimeError):
         engine.plan(0)
-
-
-@pytest.mark.parametrize(
-    ("waited", "planned", "told"),
-    [(0.03, 0.5, False), (0.1, 0.5, True), (0.5, 0.1, False)],
-    ids=["little", "much", "for something else"],
-)
-def test_waits_that_are_short_or_not_for_plans_are_not_told(
-    waited, planned, told, caplog, monkeypatch
-):
-    """Batches of a second each, of the same kind from the second on."""
-    clock = itertools.count(step=WATCHED)
-    fake = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("torchtitan_cad.integration.loading.loader.time", fake)
-    pace = _Pace("wait")
-    for _ in range(WATCHED):
-        pace.add(1.0, 1.0)
-    for _ in range(2 * WATCHED):
-        pace.add(waited, planned)
-    text = "training waits for plans 10 % of the time: planning a batch takes 500 ms, training on it 1000 ms; wait"
-    assert caplog.messages == [text] * told
 
 
 def test_explicit_document_ids_are_used_and_not_passed_on():
@@ -345,27 +318,27 @@ def worker_loader() -> Iterator[Callable[..., ParallelAwareDataloader]]:
 def test_state_with_workers_is_that_of_the_last_consumed_batch(
     worker_loader, accumulation
 ):
-    def take_three(batches: Iterator[Any]) -> list[list[int]]:
+    def take_two(batches: Iterator[Any]) -> list[list[int]]:
         return [
             [*inputs["input"].flatten().tolist(), *labels.flatten().tolist()]
-            for inputs, labels in itertools.islice(batches, 3)
+            for inputs, labels in itertools.islice(batches, 2)
         ]
 
     loader, _ = planning_loader(worker_loader(), accumulation)
     batches = iter(loader)
-    first = take_three(batches)
+    first = take_two(batches)
     state = loader.state_dict()
-    second = take_three(batches)
+    second = take_two(batches)
     loader.close()
 
     resumed, _ = planning_loader(worker_loader(), accumulation)
     resumed.load_state_dict(state)
-    assert take_three(iter(resumed)) == second
+    assert take_two(iter(resumed)) == second
     resumed.close()
     # two documents and the number of the worker, which take turns
     assert first + second == [
         [2 * n + 1, 2 * n + 2, worker, worker]
-        for n, worker in itertools.product(range(3), range(2))
+        for n, worker in itertools.product(range(2), range(2))
     ]
 
 
@@ -383,15 +356,15 @@ def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader)
     iterators = []
     release = threading.Event()
 
-    def produce(_: Any) -> None:
+    def draw() -> None:
         iterators.append(iter(worker_loader(killed_at=0)))
         release.wait(60)
 
-    producer = _Producer(produce, 1)
+    ahead = _in_thread(draw)
     with refusal(error=RuntimeError) as raised:
-        producer.get()
+        _result(ahead)
     release.set()
-    assert producer.close(10)
+    ahead.result(10)
     assert not _may_be_caused_by_a_peer(raised.value)
 
 
@@ -424,11 +397,9 @@ def test_a_thread_that_outlives_close_is_not_revived():
             with refusal(error=RuntimeError):
                 use()
     inner.release.set()
-    # Batch 1 was drawn by the old thread, which had been told to stop.
+    # Batch 1 was drawn by the old thread.
     assert drain(loader) == ([2, 3, 4, 5], None)
     assert len(planned) == 5
-    with refusal(error=RuntimeError):
-        next(stale)
 
 
 def test_topology_follows_torchtitans_rank_order():

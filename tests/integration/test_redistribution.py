@@ -64,7 +64,9 @@ def exchanged(ways: list[Redistribution], batches: torch.Tensor) -> torch.Tensor
     for rank, way in enumerate(ways):
         came = [messages[rank] for messages in sent]
         assert [len(message) for message in came] == way.receive_counts
-        redistributed.append(way.scatter(torch.cat(came)))
+        rows = torch.empty(len(way.received), dtype=batches.dtype)
+        rows[way.received] = torch.cat(came)
+        redistributed.append(rows)
     return torch.stack(redistributed).view_as(batches)
 
 
@@ -107,10 +109,9 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
     """Documents of this length on the second replica, of 4 tokens on the first; None: it redistributes nothing."""
     shape = BatchShape(1, 64, 1)
     group_of = groups(size=2)
-    tokens = torch.zeros(1, 64, dtype=torch.int64)
     config = PlannerConfig(min_shard=1, tile=1)
 
-    def pack(rank: int) -> None:
+    def redistribute(rank: int) -> None:
         replicas = group_of(rank)
         placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS)
         starts = np.arange(0, 64, (4, length or 4)[rank])
@@ -120,9 +121,9 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
             placed = placement.choose(loaded, np.zeros(32, np.int64))
         expected = nullcontext() if length == 4 else refusal(error=PlanMismatchError)
         with expected:
-            placement.pack(loaded, placed, shape, [({"input": tokens}, tokens)])
+            placement.redistribution(loaded, placed, shape)
 
-    on_all(range(2), pack)
+    on_all(range(2), redistribute)
 
 
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage():

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.room import RankParts, room_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
@@ -55,7 +56,7 @@ def used(
     compiles_loss: bool = True,
 ) -> float:
     job: Any = SimpleNamespace(
-        cad=SimpleNamespace(nano_batches=1, receive_buffer_gb=None),
+        cad=Cad(),
         topology=Topology(pp=pp, dp=shards, cp=1, tp=1),
         shape=AttentionShape(2, 1, 8, ITEMSIZE),
         dtype=torch.bfloat16,

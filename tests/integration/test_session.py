@@ -8,14 +8,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.lib.jobs.loaders import CPU
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration import machine, session
 from torchtitan_cad.integration.engines import build_engines
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
@@ -39,9 +38,8 @@ def test_exchanges_have_a_communicator_of_their_own():
     """The group may be the world, which FSDP's is then as well."""
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
-        world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
         topology = Topology(pp=1, dp=4, cp=1, tp=1, across_stages=False)
-        group = session.cad_mesh(world, topology).get_group()
+        group = session.cad_group(topology, 60)
         assert dist.get_process_group_ranks(group) == [0, 1, 2, 3]
         assert group is not dist.group.WORLD
     finally:
@@ -81,8 +79,9 @@ def engines_of_kinds(ticks: Any = None) -> list[CoreAttentionEngine]:
 def test_plans_of_every_kind_live_as_long_as_their_batch():
     """That attention is right with them, wherever tokens are placed, is in test_models.py."""
     engines = engines_of_kinds()
-    rules = PlanRules(PlannerConfig(), KINDS)
-    planner = BatchPlanner(None, [0], Topology(1, 1, 1, 1), rules, engines)
+    planner = BatchPlanner(
+        None, [0], Topology(1, 1, 1, 1), PlannerConfig(), KINDS, engines
+    )
     (batch,), _ = planner.plan(np.array([0, 20]), BatchShape(1, 64, 1))
     key = int(batch.keys[0])
     for engine in engines:

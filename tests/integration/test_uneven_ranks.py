@@ -32,7 +32,7 @@ from torchtitan_cad.planning.model.batch import BatchShape
 
 def test_ranks_with_fewer_rows_are_planned_with_the_others():
     inner = [CountingLoader(3), ShorterFrom(1), CountingLoader(3)]
-    loaders = connect([OneRank(loader) for loader in inner], rows_per_microbatch=None)
+    loaders = connect([OneRank(loader) for loader in inner], microbatches=1)
     tokens_of_ranks = []
     loaders[0].on_batch = lambda planned: tokens_of_ranks.append(
         planned.plans[0].layout.tokens_per_rank.tolist()

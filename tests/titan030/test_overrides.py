@@ -85,7 +85,7 @@ def overridden(function: Callable[..., Any]) -> tuple[Any, Any, Any]:
     config = _with_cad(tiny.with_cad("gpt_oss"))
     config.override.imports = [f"{__name__}.{function.__name__}"]
     device = torch.device("cpu")
-    before = dict(relied_on(config, device))
+    before = relied_on(config, device)
     apply_overrides(config.override, config)
     return config, before, device
 
@@ -96,7 +96,7 @@ def overridden(function: Callable[..., Any]) -> tuple[Any, Any, Any]:
     [
         (unwrap_loader, "dataloader"),
         (stock_metrics, "metrics"),
-        (own_inner_attention, r"layers\.0\.attention\.inner_attention"),
+        (own_inner_attention, r"layers\.0\.attention"),
         (own_attention, r"layers\.0\.attention"),
         (save, "checkpoints"),
         (shorter_window, "kinds"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes
+from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.planning.keeping import (
     FILLED,
     GRADIENT_BYTES,
@@ -68,43 +68,29 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
     tokens = job.rows // job.microbatches * parts.row_tokens // topology.cp
     heads = job.shape.num_heads * topology.tp
     key_heads = job.shape.num_kv_heads * topology.tp
+    linear = active_parameters(blocks, job.experts_per_token, ("attention.",))
     stage = Stage(
         layers=len(blocks),
         hidden=parts.hidden,
-        ffn=_ffn(blocks, parts.hidden, job.experts_per_token),
+        # of the gated MLP that has as many parameters
+        ffn=linear / (3 * parts.hidden * max(1, len(blocks))),
         vocabulary=parts.vocabulary,
         shape=replace(job.shape, num_heads=heads, num_kv_heads=key_heads),
         tp=topology.tp,
         in_pipeline=topology.pp > 1,
     )
-    states = _state_bytes(
-        parts.modules,
-        blocks,
-        parts.shards,
-        itemsize=job.dtype.itemsize,
-        in_pipeline=stage.in_pipeline,
-    )
+    states = _state_bytes(parts, job.dtype.itemsize, in_pipeline=stage.in_pipeline)
     token_bytes = fmean(
         stage.token_bytes(kind, parts.microbatches_in_flight, nano_batches)
         for kind in parts.checkpointing
     )
     if not parts.compiles_loss:
         token_bytes += _EAGER_LOGIT_BYTES * parts.vocabulary / topology.tp
-    used = sum(
-        (
-            states,
-            tokens * token_bytes,
-            nano_batches
-            * BUFFERS_PER_CALL
-            * buffer_bytes(job.cad.receive_buffer_gb, nano_batches),
-            most_working_bytes(
-                job.shape,
-                tokens,
-                parts.row_tokens,
-                documents=job.rows // job.microbatches,
-            ),
-        )
+    working = most_working_bytes(
+        job.shape, tokens, parts.row_tokens, documents=job.rows // job.microbatches
     )
+    buffers = nano_batches * BUFFERS_PER_CALL * job.cad.buffer_bytes
+    used = states + tokens * token_bytes + buffers + working
     calls = kept_calls(
         len(blocks),
         parts.microbatches_in_flight,
@@ -114,37 +100,30 @@ def room_of(parts: RankParts, job: Job, device_bytes: float) -> KeepCapacity:
     return KeepCapacity(FILLED * device_bytes, used, calls)
 
 
-def _state_bytes(
-    parts: Sequence[nn.Module],
-    blocks: Sequence[nn.Module],
-    shards: int,
-    itemsize: int,
-    *,
-    in_pipeline: bool,
-) -> float:
+def _state_bytes(parts: RankParts, itemsize: int, *, in_pipeline: bool) -> float:
     """Return the bytes of weights, gradients and optimizer, and of what FSDP2 gathers.
 
     It gathers two layers at a time, beside the output's weight with its gradient, or all in a pipeline.
 
     Args:
-        shards: ranks that FSDP2 shards parameters over.
         itemsize: bytes of an element of gathered parameters.
     """
-    parameters = chain.from_iterable(part.parameters() for part in parts)
+    parameters = chain.from_iterable(part.parameters() for part in parts.modules)
     own = sum(
         _STATES * parameter.itemsize * _count(parameter) for parameter in parameters
     )
-    if shards == 1:
+    if parts.shards == 1:
         return own
+    with_gradient = itemsize + GRADIENT_BYTES
     if in_pipeline:
-        return own + shards * (itemsize + GRADIENT_BYTES) * sum(
-            _parameters(part) for part in parts
-        )
-    of_layers = 2 * itemsize * max(map(_parameters, blocks), default=0)
-    others = chain.from_iterable(part.named_children() for part in parts)
-    outside = [_parameters(module) for name, module in others if name != "layers"]
-    of_output = (itemsize + GRADIENT_BYTES) * max(outside, default=0)
-    return own + shards * (of_layers + of_output)
+        gathered = with_gradient * sum(map(_parameters, parts.modules))
+    else:
+        blocks = map(_parameters, blocks_of(parts.modules))
+        others = chain.from_iterable(part.named_children() for part in parts.modules)
+        outside = [_parameters(module) for name, module in others if name != "layers"]
+        gathered = 2 * itemsize * max(blocks, default=0)
+        gathered += with_gradient * max(outside, default=0)
+    return own + parts.shards * gathered
 
 
 def _parameters(module: nn.Module) -> int:
@@ -161,15 +140,16 @@ def _count(parameter: torch.Tensor) -> int:
     )
 
 
-def _ffn(blocks: Sequence[nn.Module], hidden: int, experts_per_token: int) -> float:
-    """Return the width of the gated MLP that has as many parameters as a token is multiplied by in the mean block."""
+def active_parameters(
+    blocks: Sequence[nn.Module], experts_per_token: int, without: tuple[str, ...] = ()
+) -> float:
+    """Count the parameters that a token is multiplied by in blocks, but for those whose names begin ``without``."""
     count = 0.0
     for block in blocks:
         for name, parameter in block.named_parameters():
-            if name.startswith("attention.") or parameter.ndim < 2:
-                continue
-            share = (
-                experts_per_token / parameter.shape[0] if parameter.ndim == 3 else 1.0
-            )
-            count += share * parameter.numel()
-    return count / (3 * hidden * max(1, len(blocks)))
+            share = 1.0
+            if parameter.ndim > 2:
+                share = experts_per_token / parameter.shape[0]
+            if parameter.ndim > 1 and not name.startswith(without):
+                count += share * parameter.numel()
+    return count

@@ -13,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_cad.integration.engines import (
     Ticks,
@@ -33,7 +31,6 @@ from torchtitan_cad.integration.loading.batch_planner import (
     KEY_STEP,
     BatchPlanner,
     PlannedBatch,
-    PlanRules,
 )
 from torchtitan_cad.integration.loading.documents import OWN_POSITIONS
 from torchtitan_cad.integration.loading.loader import JOIN_S, Loader, PlanningLoader
@@ -44,12 +41,13 @@ from torchtitan_cad.integration.machine import (
     ranks_per_host,
 )
 from torchtitan_cad.integration.report.statistics import StepStatistics
+from torchtitan_cad.integration.room import active_parameters
 from torchtitan_cad.integration.servers import open_to_servers
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import LayerTimes, TileAreaCost, warm_up
 from torchtitan_cad.planning.keeping import KeepCapacity
 from torchtitan_cad.planning.model.batch import BatchShape
-from torchtitan_cad.planning.pipeline.program import TickProgram
+from torchtitan_cad.planning.pipeline.program import AttentionPool
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -68,7 +66,7 @@ class CadSession:
     """See the module's docstring. ``build`` completes it, when the model is parallelized."""
 
     times: LayerTimes | None = None
-    _mesh: DeviceMesh | None = None
+    _group: dist.ProcessGroup | None = None
     _ticks: Ticks | None = None
     _loader: PlanningLoader | None = None
     _placement: Placement | None = None
@@ -78,7 +76,6 @@ class CadSession:
         self.job = job
         self.cad = job.cad
         self.topology = job.topology
-        self.shape = job.shape
         self.device = job.device
         self.rank = dist.get_rank()
         self.ranks = self.topology.group_ranks(self.rank)
@@ -117,10 +114,6 @@ class CadSession:
     @property
     def engine(self) -> CoreAttentionEngine:
         """Executes core attention of the first kind; there is none before ``build``."""
-        if not self._engines:
-            raise RuntimeError(
-                "no CAD engine: the model must be parallelized by torchtitan_cad's TrainSpec first"
-            )
         return self._engines[0]
 
     @cached_property
@@ -129,9 +122,9 @@ class CadSession:
         return self._planner(
             self._train_group,
             0,
-            self._placement,
-            program=self._ticks.training if self._ticks else None,
+            placement=self._placement,
             servers=self._servers,
+            pools=self._ticks.training.pools if self._ticks else (),
         )
 
     @cached_property
@@ -141,8 +134,7 @@ class CadSession:
         return self._planner(
             group,
             self.cad.nano_batches,
-            None,
-            program=self._ticks.validation if self._ticks else None,
+            pools=self._ticks.validation.pools if self._ticks else (),
         )
 
     # Set-up -----------------------------------------------------------------------------------------------------------
@@ -202,40 +194,31 @@ class CadSession:
             strict=self.cad.placement == "balanced",
         )
 
-    def build_mesh(self, world: DeviceMesh) -> DeviceMesh:
-        """Build the CAD mesh of this rank's group from a mesh of all ranks, once."""
-        if self._mesh is None:
-            self._mesh = cad_mesh(world, self.topology)
-        return self._mesh
-
     def build(
         self,
-        mesh: DeviceMesh,
         blocks: Sequence[nn.Module],
         room: KeepCapacity,
         ticks: Ticks | None = None,
     ) -> CoreAttentionEngine:
-        """Build the transport, the engines and the planners; returns the first engine. Collective over the group.
+        """Build the transport, the engines and the planners; returns the first engine. Collective over all ranks.
 
         Args:
-            mesh: of ``build_mesh``.
             blocks: that this rank runs; their mean parameters stand for a layer's linear work.
             room: of this rank, for rows that it keeps for backward as a server.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
         transport = None
         if len(self.ranks) > 1:
-            group = mesh.get_group()
-            assert dist.get_process_group_ranks(group) == self.ranks
-            _set_timeout(group, self.job.start_timeout_s)
-            transport = self._build_transport(group)
+            self._group = cad_group(self.topology, self.job.start_timeout_s)
+            transport = self._build_transport(self._group)
         kept = kept_bytes(
             self.cad.backward, room, self._train_group, in_ticks=ticks is not None
         )
         if self.cad.tolerance == "auto" and transport is not None:
-            self.times = self._agreed(
-                replace(self._measure_times(transport, blocks), kept_bytes=kept)
-            )
+            times = replace(self._measure_times(transport, blocks), kept_bytes=kept)
+            # groups that choose the same homes take the times of the first
+            replicas = None if self._placement is None else self._placement.replicas
+            self.times = gather_objects(times, replicas, "set-up")[0]
             logger.info(f"CAD plans by time: {self.times.describe()}")
         self._engines = build_engines(
             self.job.kinds,
@@ -254,28 +237,26 @@ class CadSession:
     def _planner(
         self,
         group: dist.ProcessGroup | None,
-        key: int,
-        placement: Placement | None,
-        program: TickProgram | None,
+        first_key: int,
+        *,
+        placement: Placement | None = None,
         servers: ServerPool | None = None,
+        pools: Sequence[AttentionPool],
     ) -> BatchPlanner:
         nano_batches = self.cad.nano_batches
-        rules = PlanRules(
-            self._config,
-            self.job.kinds,
-            nano_batches=nano_batches,
-            times=self.times,
-        )
         return BatchPlanner(
             group,
             self.ranks,
             self.topology,
-            rules=rules,
+            config=self._config,
+            kinds=self.job.kinds,
             engines=self._engines,
-            keys=itertools.count(key, KEY_STEP * nano_batches),
+            nano_batches=nano_batches,
+            times=self.times,
+            keys=itertools.count(first_key, KEY_STEP * nano_batches),
             placement=placement,
             servers=servers,
-            pools=() if program is None else program.pools,
+            pools=pools,
         )
 
     def _measure_times(
@@ -287,22 +268,18 @@ class CadSession:
         """
         assert self._train_group is not None
         cost = TileAreaCost(self._config.cost_tile)
-        of_blocks = chain(*(block.parameters() for block in blocks))
-        parameters = [parameter for parameter in of_blocks if parameter.ndim > 1]
-        active: float = 0
-        for parameter in parameters:
-            share: float = 1
-            if parameter.ndim > 2:  # of all experts
-                share = self.job.experts_per_token / parameter.shape[0]
-            active += share * parameter.numel()
-        count = int(active) // (len(blocks) or 1) // self.topology.tp
-        width = max(parameters[0].shape[-2:]) if parameters else 0
         dtype = self.job.dtype
         unit = rates.attention_seconds(
-            self.kernel, self.shape, dtype, device=self.device, cost=cost
+            self.kernel, self.job.shape, dtype, device=self.device, cost=cost
         )
         linear = 0.0
-        if parameters:
+        if blocks:
+            active = active_parameters(blocks, self.job.experts_per_token)
+            count = int(active) // len(blocks) // self.topology.tp
+            matrix = next(
+                parameter for parameter in blocks[0].parameters() if parameter.ndim > 1
+            )
+            width = max(matrix.shape[-2:])
             linear = rates.linear_seconds(count, width, dtype, device=self.device)
         return measure_times(
             (unit, linear),
@@ -313,11 +290,6 @@ class CadSession:
             group=self._train_group,
             overlaps=self.cad.nano_batches == 2,
         )
-
-    def _agreed(self, times: LayerTimes) -> LayerTimes:
-        """Return the times of the first of all groups that choose the same homes. Collective over these groups."""
-        replicas = None if self._placement is None else self._placement.replicas
-        return gather_objects(times, replicas, "set-up")[0]
 
     def _build_transport(self, group: dist.ProcessGroup) -> Transport:
         if triton.runs_on(self.device):
@@ -343,9 +315,7 @@ class CadSession:
             loader,
             lambda: self._training,
             documents=self.job.documents,
-            rows_per_microbatch=None
-            if self.topology.pp == 1
-            else self.job.rows // self.job.microbatches,
+            microbatches=self.job.microbatches,
             accumulation=self.job.accumulation,
             snapshot=self.job.checkpoints,
             on_batch=self._on_batch,
@@ -358,12 +328,8 @@ class CadSession:
         self.statistics.add(planned)
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
-        if (
-            self._batches == self.job.accumulation + 1
-            and self._mesh is not None
-            and len(self.ranks) > 1
-        ):
-            _set_timeout(self._mesh.get_group(), self.job.step_timeout_s)
+        if self._batches == self.job.accumulation + 1 and self._group is not None:
+            _set_timeout(self._group, self.job.step_timeout_s)
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""
@@ -403,18 +369,18 @@ class CadSession:
         self.monitor.close()
 
 
-def cad_mesh(world: DeviceMesh, topology: Topology) -> DeviceMesh:
-    """Build a one-dimensional mesh of this rank's CAD group, with communicators of its own.
+def cad_group(topology: Topology, timeout_s: float) -> dist.ProcessGroup:
+    """Return this rank's CAD group, with a communicator of its own. Collective over all ranks.
 
-    By default a dimension over all ranks takes the default process group, as FSDP's does. Then exchanges of rows would
-    queue behind FSDP's collectives, and a timeout set for one would hold for all.
+    In FSDP's, exchanges of rows would queue behind its collectives, and a timeout set for one would hold for all.
     """
-    sizes = (topology.num_groups, topology.group_size, topology.tp)
-    own = "fake" if topology.group_size == 1 else dist.get_backend_config()
-    backends = {"cad_pp": "fake", "cad": own, "cad_tp": "fake"}
-    return world._unflatten(0, sizes, tuple(backends), backend_override={**backends})[
-        "cad"
-    ]
+    world = range(dist.get_world_size())
+    groups = dict.fromkeys(tuple(topology.group_ranks(rank)) for rank in world)
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks) for ranks in groups], timedelta(seconds=timeout_s)
+    )
+    assert group is not None
+    return group
 
 
 def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -22,7 +22,7 @@ from torchtitan.components.dataloader import (  # noqa: E402
     ParallelAwareDataloader,  # noqa: F401  for tests, which must not import torchtitan first
 )
 
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner, PlanRules  # noqa: E402
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner  # noqa: E402
 from torchtitan_cad.integration.loading.documents import DocumentRule  # noqa: E402
 from torchtitan_cad.integration.loading.loader import PlanningLoader  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Placement  # noqa: E402
@@ -153,7 +153,7 @@ def connect(
     cp: int = 1,
     timeout_s: float = GROUP_TIMEOUT_S,
     accumulation: int = 1,
-    rows_per_microbatch: int | None = 2,
+    microbatches: int = 2,
 ) -> list[PlanningLoader]:
     """One loader per rank, over one gloo group if there are several."""
     group_of = groups(timeout_s, len(ranks))
@@ -178,15 +178,21 @@ def connect(
                 kinds,
                 strict=rank.placement == "balanced",
             )
-        rules = PlanRules(rank.config, kinds, times=rank.times)
         planner = BatchPlanner(
-            group, RANKS[: len(ranks)], topology, rules, [engine], placement=placement
+            group,
+            RANKS[: len(ranks)],
+            topology,
+            config=rank.config,
+            kinds=kinds,
+            engines=[engine],
+            times=rank.times,
+            placement=placement,
         )
         return PlanningLoader(
             rank.inner,
             lambda: planner,
             documents=DocumentRule(EOS),
-            rows_per_microbatch=rows_per_microbatch,
+            microbatches=microbatches,
             accumulation=accumulation,
             snapshot=True,
             on_batch=lambda planned: None,

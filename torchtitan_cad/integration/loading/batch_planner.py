@@ -8,6 +8,7 @@ A rank that fails in between tells its peers in place of the next. Where tokens 
 follow by one all-to-all of the same group, for which everything is ready before the second gather.
 """
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -26,11 +27,11 @@ from torch import Tensor
 from torchtitan_cad.integration.gathering import gather_objects
 from torchtitan_cad.integration.loading.placement import (
     Layouts,
-    Parcel,
     Placement,
     PlannedMicrobatches,
 )
-from torchtitan_cad.integration.loading.redistribution import Batch
+from torchtitan_cad.integration.loading.redistribution import Redistribution
+from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import (
     LayerTimes,
@@ -47,7 +48,6 @@ from torchtitan_cad.planning.model.batch import (
 )
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import AttentionPool
-from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
 from torchtitan_cad.planning.servers import JoinedServer
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -71,7 +71,7 @@ class _Loaded:
     """What a rank has loaded of a step.
 
     Attributes:
-        starts: its ``document_starts`` in the rows of all batches, one after another.
+        starts: its starts of documents in the rows of all batches, one after another.
         shape: of every batch.
         batches: that are planned together.
         can_redistribute: whether tokens may get other homes.
@@ -88,6 +88,12 @@ class _Loaded:
     def of_step(self) -> BatchShape:
         """The shape of all batches, one below the other."""
         return replace(self.shape, rows=self.batches * self.shape.rows)
+
+    @property
+    def described(self) -> str:
+        """The batches, in words."""
+        sizes = list(vars(self.shape).values())
+        return f"{self.batches} of (rows, tokens, rows per microbatch) = {sizes}"
 
     @property
     def columns(self) -> IntArray:
@@ -133,23 +139,6 @@ class PlannedBatch:
         return list(chain.from_iterable(by_microbatch))
 
 
-@dataclass(frozen=True)
-class PlanRules:
-    """Options of planning; the same on all ranks.
-
-    Attributes:
-        config: of the planner.
-        kinds: of the model's attention, with the heads of a rank.
-        nano_batches: parts of every microbatch, each with a plan of its own.
-        times: rates of this machine, by which tolerances are chosen; None: the config's is taken.
-    """
-
-    config: PlannerConfig
-    kinds: Sequence[AttentionKind]
-    nano_batches: int = 1
-    times: LayerTimes | None = None
-
-
 class Exhausted(Exception):
     """Some ranks of the group, whose global numbers are its arguments, have no more data; all stop together."""
 
@@ -162,9 +151,12 @@ class BatchPlanner:
         group: of gloo; None for a group of one.
         ranks: global numbers of the group's ranks: stages x data-parallel x context-parallel, the last changing first.
         topology: degrees of these; all stages of a group load the same batches.
-        rules: how to plan.
+        config: of the planner.
+        kinds: of the model's attention, with the heads of a rank.
         engines: of every kind of attention, which get the plans.
-        keys: of microbatches, at least ``rules.nano_batches`` apart.
+        nano_batches: parts of every microbatch, each with a plan of its own.
+        times: rates of this machine, by which tolerances are chosen; None: the config's is taken.
+        keys: of microbatches, at least ``nano_batches`` apart.
         placement: gives the tokens new homes; ``plan`` then plans for batches as they have been redistributed.
         servers: that have joined the job; None: the job takes none.
         pools: of a pipeline in ticks, each of which has plans of its own in every batch, over all stages.
@@ -173,18 +165,20 @@ class BatchPlanner:
     group: dist.ProcessGroup | None
     ranks: list[int]
     topology: Topology
-    rules: PlanRules
+    config: PlannerConfig
+    kinds: Sequence[AttentionKind]
     engines: Sequence[CoreAttentionEngine]
+    nano_batches: int = 1
+    times: LayerTimes | None = None
     keys: Iterator[int] = field(default_factory=itertools.count)
     placement: Placement | None = None
     servers: ServerPool | None = None
     pools: Sequence[AttentionPool] = ()
-    _has_stayed: bool = field(default=False, init=False)
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError for rows of a microbatch that cannot be halved: tensor parallelism has cut them already."""
         tp = self.topology.tp
-        if self.rules.nano_batches == 2 and tp > 1 and not divides_by_row(rows):
+        if self.nano_batches == 2 and tp > 1 and not divides_by_row(rows):
             raise ValueError(
                 f"cad.nano_batches = 2 with parallelism.tensor_parallel_degree = {tp} halves microbatches by "
                 f"rows, and the data loader gave {rows}; let it leave out such batches, or set cad.nano_batches to 1"
@@ -196,49 +190,44 @@ class BatchPlanner:
         shape: BatchShape,
         batches: int = 1,
         *,
-        to_redistribute: Sequence[Batch] | None = None,
-    ) -> tuple[list[PlannedBatch], Parcel | None]:
+        can_redistribute: bool = False,
+    ) -> tuple[list[PlannedBatch], Redistribution | None]:
         """Plan the ``batches`` of a step and make the plans known to the engines.
 
-        Tokens get new homes if there is a placement and every rank can redistribute its part. The parcel is then what
-        this rank brings to ``placement.exchange``, which all ranks call next. Whatever fails on a rank before that is
-        announced.
+        Tokens get new homes if there is a placement and every rank can redistribute its part. How this rank's then come
+        there is returned, too; all ranks call ``placement.exchange`` with it next. Whatever fails on a rank before that
+        is announced.
 
         Args:
-            starts: this rank's ``document_starts`` in the rows of all batches, one after another.
+            starts: this rank's starts of documents in the rows of all batches, one after another.
             shape: of every batch.
-            to_redistribute: the batches; None if this rank cannot redistribute them.
 
         Raises:
             PeerError: a peer failed or disagrees on shapes or on documents.
             PlanMismatchError: a peer computed another plan, or a replica other homes.
             Exhausted: a peer has no more data.
         """
+        with self.announced_failure("looking for attention servers"):
+            servers = self.servers.look() if self.servers else []
         own = _Loaded(
             starts,
             shape,
             batches,
-            can_redistribute=to_redistribute is not None,
-            servers=self._look_for_servers(),
+            can_redistribute=can_redistribute,
+            servers=servers,
         )
         loaded = self._gather(own)
         self._check_alike(loaded)
-        try:
+        with self.announced_failure("planning a batch"):
             if self.servers is not None:
                 self.servers.take_lists([part.servers for part in loaded])
-            planned, parcel = self._plan_step(own, loaded, to_redistribute)
-        except Exception:
-            self.announce_failure("planning a batch")
-            raise
+            planned, redistribution = self._plan_step(own, loaded)
         self._compare(planned)
-        return planned, parcel
+        return planned, redistribution
 
     def _plan_step(
-        self,
-        own: _Loaded,
-        loaded: Sequence[_Loaded],
-        to_redistribute: Sequence[Batch] | None,
-    ) -> tuple[list[PlannedBatch], Parcel | None]:
+        self, own: _Loaded, loaded: Sequence[_Loaded]
+    ) -> tuple[list[PlannedBatch], Redistribution | None]:
         """Plan what all ranks have loaded, this one its ``own``."""
         begin = time.perf_counter()  # without waits for peers
         cp = self.topology.cp
@@ -248,27 +237,24 @@ class BatchPlanner:
             [part.starts for part in of_rows],
             [part.of_step for part in of_rows],
             cp,
-            nano_batches=self.rules.nano_batches,
+            nano_batches=self.nano_batches,
         )
         columns = np.concatenate([part.columns for part in of_rows])
         placed = None
         may_move = all(part.can_redistribute and part.shape == shape for part in loaded)
         if self.placement is not None and may_move:
-            placed = self.placement.choose(layouts, columns, self.rules.times)
+            placed = self.placement.choose(layouts, columns, self.times)
         planned = []
         for first in range(0, len(layouts), shape.microbatches):
             part = slice(first, first + shape.microbatches)
             of_batch = None if placed is None else placed[part]
             microbatches = self._plan_batch(layouts[part], columns, of_batch)
             planned.append(self._make_executable(microbatches, shape))
-        self._say_that_it_stays([*chain(*(batch.plans for batch in planned))])
         seconds = (time.perf_counter() - begin) / own.batches
-        parcel = None
+        redistribution = None
         if self.placement is not None:
-            parcel = self.placement.pack(
-                layouts, placed, own.of_step, to_redistribute or ()
-            )
-        return [replace(batch, seconds=seconds) for batch in planned], parcel
+            redistribution = self.placement.redistribution(layouts, placed, own.of_step)
+        return [replace(batch, seconds=seconds) for batch in planned], redistribution
 
     def _plan_batch(
         self,
@@ -277,7 +263,6 @@ class BatchPlanner:
         placed: PlannedMicrobatches | None,
     ) -> PlannedMicrobatches:
         """Return the plans of a batch: those of its homes, or new ones for its ``layouts``, or for all pools."""
-        rules = self.rules
         microbatches = placed
         if self.pools:
             homes = layouts
@@ -290,9 +275,9 @@ class BatchPlanner:
         if microbatches is None or self.pools:
             microbatches = plan_step(
                 layouts,
-                rules.kinds,
-                rules.config,
-                times=rules.times,
+                self.kinds,
+                self.config,
+                times=self.times,
                 columns=columns,
                 place=False,
             )
@@ -316,7 +301,7 @@ class BatchPlanner:
         for microbatch in microbatches:
             key = next(self.keys)
             keys.append(key)
-            engine_keys += range(key, key + self.rules.nano_batches)
+            engine_keys += range(key, key + self.nano_batches)
             for engine, nanos in zip(self.engines, microbatch.plans, strict=True):
                 for nano, plan in enumerate(nanos):
                     engine.add_plan(key + nano, plan)
@@ -328,7 +313,7 @@ class BatchPlanner:
             microbatches,
             0.0,
             engine_keys=engine_keys,
-            layers=tuple(kind.layers for kind in self.rules.kinds),
+            layers=tuple(kind.layers for kind in self.kinds),
         )
 
     def drop(self, planned: PlannedBatch) -> None:
@@ -337,30 +322,6 @@ class BatchPlanner:
             for key in planned.engine_keys:
                 engine.drop_plan(key)
 
-    def _look_for_servers(self) -> list[JoinedServer]:
-        """Return the joined servers that this rank is connected to."""
-        if self.servers is None:
-            return []
-        try:
-            return self.servers.look()
-        except Exception:
-            self.announce_failure("looking for attention servers")
-            raise
-
-    def _say_that_it_stays(self, plans: Sequence[Plan]) -> None:
-        """Log once that a batch stays home by its time, and why."""
-        times = self.rules.times
-        if times is None or self.rules.config.planner == "home" or self._has_stayed:
-            return
-        if any(plan.config.planner != "home" for plan in plans):
-            return
-        self._has_stayed = True
-        imbalance = max(plan.stats.max_over_mean for plan in plans)
-        logger.info(
-            f"CAD leaves attention where its tokens are when moving it saves less than {100 * LEAST_GAIN:.0f} % of a "
-            f"layer, as in this batch: imbalance {imbalance:.3f}, {times.describe()}"
-        )
-
     # Among ranks ------------------------------------------------------------------------------------------------------
 
     def announce_exhausted(self) -> NoReturn:
@@ -368,40 +329,38 @@ class BatchPlanner:
         self._gather(_End.EXHAUSTED)
         raise AssertionError("a gather with an exhausted rank always raises")
 
-    def announce_failure(self, doing: str) -> None:
-        """Make the others raise ``PeerError`` naming this rank, in the gather that they come to next.
+    @contextlib.contextmanager
+    def announced_failure(self, doing: str) -> Iterator[None]:
+        """Make the others raise ``PeerError`` naming this rank, in the gather they come to next, for an error in here.
 
-        Replaces a call of ``plan`` after an error. ``doing``: what has failed, as "planning a batch".
+        ``doing``: what has failed then, as "planning a batch".
         """
-        # The peers may take long to come, so the error is logged first.
-        logger.exception(f"this rank has failed while {doing}")
         try:
-            gather_objects(_End.FAILED, self.group, "planning")
+            yield
         except PeerError:
-            logger.warning(
-                "CAD could not tell the peers of this failure: they do not answer",
-                exc_info=True,
-            )
+            raise
+        except BaseException as error:
+            run_state().own_error = error
+            # The peers may take long to come, so the error is logged first.
+            logger.exception(f"this rank has failed while {doing}")
+            with contextlib.suppress(PeerError):
+                gather_objects(_End.FAILED, self.group, "planning")
+            raise
 
     def _gather(self, own: Any) -> list[Any]:
         """Return what all ranks say; raises ``PeerError`` if one has failed, ``Exhausted`` if one has no more data."""
         messages = gather_objects(
             own, self.group, f"planning gather among ranks {self.ranks}"
         )
-        ranks_by_end = {
-            end: [
-                rank
-                for rank, message in zip(self.ranks, messages, strict=True)
-                if message is end
-            ]
-            for end in _End
-        }
-        if failed := ranks_by_end[_End.FAILED]:
+        message_of = dict(zip(self.ranks, messages, strict=True))
+        failed = [rank for rank in self.ranks if message_of[rank] is _End.FAILED]
+        exhausted = [rank for rank in self.ranks if message_of[rank] is _End.EXHAUSTED]
+        if failed:
             names = ", ".join(f"rank {rank}" for rank in failed)
             raise PeerError(
                 f"{names} failed while loading or planning a batch; its log has the error"
             )
-        if exhausted := ranks_by_end[_End.EXHAUSTED]:
+        if exhausted:
             raise Exhausted(*exhausted)
         return messages
 
@@ -411,19 +370,12 @@ class BatchPlanner:
         first = loaded[0]
         for number, part in enumerate(loaded):
             rank = self.ranks[number]
-            values = list(vars(part.shape).values())
-            if part.shape.microbatches != first.shape.microbatches:
+            counts = (part.batches, part.shape.microbatches)
+            if counts != (first.batches, first.shape.microbatches):
                 raise PeerError(
-                    f"rank {rank} loaded a batch of (rows, tokens, rows per microbatch) = {values}, and "
-                    f"rank {self.ranks[0]} one of {list(vars(first.shape).values())}: all ranks of a pipeline must "
-                    "load equally many rows"
-                )
-            if part.batches != first.batches:
-                raise PeerError(
-                    f"rank {rank} loaded {part.batches} and rank {self.ranks[0]} {first.batches} batches of "
-                    f"(rows, tokens, rows per microbatch) = {values} before one of another shape or the end of the "
-                    "step: let all ranks load batches of the same shapes in the same order, or set "
-                    "training.global_batch_size to -1, for steps of one batch"
+                    f"rank {rank} loaded {part.described}, and rank {self.ranks[0]} {first.described}: all ranks must "
+                    "load batches of as many microbatches in the same order; mend the data loader, or, for steps of "
+                    "one batch, set training.global_batch_size to -1"
                 )
             sharing = (number - number % cp) % (self.topology.dp * cp)
             other = loaded[sharing]

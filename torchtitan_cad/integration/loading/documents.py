@@ -29,24 +29,27 @@ class DocumentRule:
     by_positions: bool = False
 
     def starts(self, inputs: Mapping[str, Tensor]) -> np.ndarray:
-        """Return the ``document_starts`` of a batch's inputs; ValueError for boundaries that it lacks."""
+        """Find the flat positions (row * S + column) at which documents begin; every row begins one.
+
+        Args:
+            inputs: ids [B, S] by the key "input", and maybe boundaries of the batch's own.
+
+        Returns:
+            int64, ascending, all multiples of S below B * S included.
+
+        Raises ValueError for boundaries that the batch lacks, or that have another shape.
+        """
         tokens = inputs["input"]
-        document_ids = inputs.get(DOCUMENT_IDS)
-        if document_ids is not None or not self.by_positions:
-            return document_starts(tokens, self.eos_id, document_ids)
-        if (
-            positions := inputs.get(OWN_POSITIONS)
-        ) is None or positions.shape != tokens.shape:
-            found = (
-                "none"
-                if positions is None
-                else f"one of shape {tuple(positions.shape)}"
-            )
-            raise ValueError(
-                f"cad.documents = 'positions' needs a batch key {OWN_POSITIONS!r} of shape {tuple(tokens.shape)}, and "
-                f"the data loader gives {found}; let it give one, or set cad.documents to 'eos' or 'row'"
-            )
-        return document_starts(tokens, None, (positions == 0).cumsum(1))
+        begins = torch.zeros_like(tokens, dtype=torch.bool)
+        begins[:, 0] = True
+        if DOCUMENT_IDS in inputs:
+            ids = _of_tokens(inputs, DOCUMENT_IDS)
+            begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+        elif self.by_positions:
+            begins |= _of_tokens(inputs, OWN_POSITIONS) == 0
+        elif self.eos_id is not None:
+            begins[:, 1:] |= tokens[:, :-1] == self.eos_id
+        return np.flatnonzero(begins.cpu().numpy())
 
     def lengths(self, inputs: Mapping[str, Tensor]) -> list[list[int]]:
         """Return the tokens of the documents of every row of a batch, in order."""
@@ -68,32 +71,17 @@ class DocumentRule:
         )
 
 
-def document_starts(
-    tokens: Tensor, eos_id: int | None, document_ids: Tensor | None = None
-) -> np.ndarray:
-    """Find the flat positions (row * S + column) at which documents begin; every row begins one.
-
-    Args:
-        tokens: [B, S] input ids.
-        eos_id: a document ends after every token with this id; None makes every row one document.
-        document_ids: [B, S] explicit boundaries, used instead of EOS tokens. ValueError for another shape.
-
-    Returns:
-        int64, ascending, all multiples of S below B * S included.
-    """
-    batch, seq_len = tokens.shape
-    starts = torch.zeros(batch, seq_len, dtype=torch.bool)
-    starts[:, 0] = True
-    if document_ids is not None:
-        if document_ids.shape != tokens.shape:
-            raise ValueError(
-                f"batch key '{DOCUMENT_IDS}' has shape {tuple(document_ids.shape)}, the tokens {tuple(tokens.shape)}; "
-                "give one id per token"
-            )
-        starts[:, 1:] |= (document_ids[:, 1:] != document_ids[:, :-1]).cpu()
-    elif eos_id is not None:
-        starts[:, 1:] |= (tokens[:, :-1] == eos_id).cpu()
-    return np.flatnonzero(starts.numpy())
+def _of_tokens(inputs: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return a batch's integers [B, S] of a key."""
+    shape = inputs["input"].shape
+    values = inputs.get(key)
+    if values is None or values.shape != shape:
+        found = "none" if values is None else f"one of shape {tuple(values.shape)}"
+        raise ValueError(
+            f"documents are told apart by the batch key {key!r} of shape {tuple(shape)}, and the data loader gives "
+            f"{found}; let it give one, or leave it out and set cad.documents to 'eos' or 'row'"
+        )
+    return values
 
 
 def cut_for_nano_batches(rows: Tensor, cp: int) -> Tensor:

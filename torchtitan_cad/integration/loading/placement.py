@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,34 +39,6 @@ logger = logging.getLogger(__name__)
 Layouts = list[list[TokenLayout]]
 """For every microbatch of a step, the layouts of its nano-batches over data-parallel x context-parallel ranks."""
 PlannedMicrobatches = Sequence[PlannedMicrobatch]
-
-
-@dataclass(frozen=True, eq=False)
-class Parcel:
-    """What a rank sends of the batches of a step that it has loaded, and how it makes batches of what comes.
-
-    Attributes:
-        rows: [B * S, 3] ids, labels and positions in the order in which they are sent.
-        send_counts, receive_counts: [ranks of the group] how many of them go to each rank, and come from it.
-        batches: number of batches.
-        shape: of their tokens, one batch below the other.
-    """
-
-    redistribution: Redistribution
-    rows: Tensor
-    send_counts: list[int]
-    receive_counts: list[int]
-    batches: int
-    shape: torch.Size
-
-    def unpack(self, came: Tensor) -> list[Batch]:
-        """Return the batches that this rank trains on, from what ``Placement.exchange`` has returned."""
-        columns = self.redistribution.scatter(came).unbind(1)
-        of_batches = [column.view(self.shape).chunk(self.batches) for column in columns]
-        return [
-            ({"input": ids, POSITIONS: positions.to(torch.int32)}, targets)
-            for ids, targets, positions in zip(*of_batches, strict=True)
-        ]
 
 
 @dataclass(eq=False)
@@ -124,67 +95,44 @@ class Placement:
         # in ticks the ranks of a stage do not attend alone
         if self.topology.group_stages > 1:
             times = None
-        stages = self.topology.pp
         return plan_step(
             loaded,
             self.kinds,
             self.config,
             times=times,
             columns=columns,
-            stages=stages,
+            stages=self.topology.pp,
         )
 
-    def pack(
+    def redistribution(
         self,
         loaded: Layouts,
         placed: PlannedMicrobatches | None,
         shape: BatchShape,
-        batches: Sequence[Batch],
-    ) -> Parcel | None:
-        """Pack the batches that this rank has loaded for ``exchange``; None if they stay. Collective over the replicas.
+    ) -> Redistribution | None:
+        """Return how this rank's tokens come to their homes; None if all stay. Collective over the replicas.
 
         Args:
             loaded: homes of the loader.
             placed: what ``choose`` returned; None if some rank cannot redistribute its part of the step, which then
                 stays where it was loaded.
             shape: of all the step's rows.
-            batches: of one step and one shape, as ``check_redistributable`` takes them.
 
         Raises PeerError if a replica is gone, PlanMismatchError if one chose other homes.
         """
-        homes = [microbatch.layouts for microbatch in placed or ()]
-        redistribution = self._redistribution(loaded, homes, shape) if homes else None
-        self._compare(homes)
-        if redistribution is None:
-            return None
-        by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
-        columns = [torch.cat(column) for column in by_column]
-        # int64 whatever a rank has loaded, as all ranks send rows of the same bytes
-        rows = torch.stack([column.flatten().long() for column in columns], dim=1)
-        return Parcel(
-            redistribution=redistribution,
-            rows=rows[redistribution.sent],
-            send_counts=self._per_peer(redistribution.send_counts),
-            receive_counts=self._per_peer(redistribution.receive_counts),
-            batches=len(batches),
-            shape=columns[0].shape,
-        )
-
-    def _redistribution(
-        self, loaded: Layouts, homes: Layouts, shape: BatchShape
-    ) -> Redistribution | None:
-        """Return how this rank's tokens come to their homes; None if all tokens stay."""
         cp = self.topology.cp
+        homes = [microbatch.layouts for microbatch in placed or ()]
+        self._compare(homes)
         old = []
         new = []
         slots = []
-        for number, (before, after) in enumerate(zip(loaded, homes, strict=True)):
+        for number, after in enumerate(homes):
             of_microbatch = slots_of_nano_batches(
-                shape, number, cp, nano_batches=len(before)
+                shape, number, cp, nano_batches=len(after)
             )
             held = len(of_microbatch)  # layouts that hold all tokens between them
             slots += of_microbatch
-            old += before[-held:]
+            old += loaded[number][-held:]
             new += after[-held:]
         if all(layout is other for layout, other in zip(old, new, strict=True)):
             return None
@@ -192,21 +140,41 @@ class Placement:
             old, new, slots, dp_rank=self.rank % self._per_stage // cp
         )
 
-    def exchange(self, parcel: Parcel) -> Tensor:
-        """Exchange parcels: returns their rows in the order of arrival. Collective over the group.
+    def exchange(
+        self, redistribution: Redistribution, batches: Sequence[Batch]
+    ) -> list[Batch]:
+        """Return the batches that this rank trains on, for those that it has loaded. Collective over the group.
+
+        Args:
+            batches: of one step and one shape, as ``check_redistributable`` takes them.
 
         Raises PeerError if a peer is gone.
         """
+        by_column = zip(*(columns_of(*batch) for batch in batches), strict=True)
+        columns = [torch.cat(column) for column in by_column]
+        # int64 whatever a rank has loaded, as all ranks send rows of the same bytes
+        rows = torch.stack([column.flatten().long() for column in columns], dim=1)
+        rows[redistribution.received] = self._exchange_rows(
+            rows[redistribution.sent], redistribution
+        )
+        ids, targets, positions = (
+            column.view_as(columns[0]).chunk(len(batches)) for column in rows.unbind(1)
+        )
+        return [
+            ({"input": ids[i], POSITIONS: positions[i].int()}, targets[i])
+            for i in range(len(batches))
+        ]
+
+    def _exchange_rows(self, sent: Tensor, redistribution: Redistribution) -> Tensor:
+        """Return what comes for the rows that are ``sent``, in the order of arrival."""
         if self.group is None:
-            return parcel.rows
-        came = torch.empty_like(parcel.rows)
+            return sent
+        came = torch.empty_like(sent)
+        received_rows = self._per_peer(redistribution.receive_counts)
+        sent_rows = self._per_peer(redistribution.send_counts)
         try:
             dist.all_to_all_single(
-                came,
-                parcel.rows,
-                parcel.receive_counts,
-                parcel.send_counts,
-                group=self.group,
+                came, sent, received_rows, sent_rows, group=self.group
             )
         except RuntimeError as error:
             raise PeerError(f"redistributing tokens failed: {error}") from error
@@ -224,8 +192,8 @@ class Placement:
         """Raise PlanMismatchError unless the replicas have chosen the same homes."""
         digest = hashlib.sha256()
         for layout in chain.from_iterable(layouts):
-            segments = (layout.seg_rank, layout.seg_doc, layout.seg_start)
-            digest.update(np.stack([*segments, layout.seg_length]).tobytes())
+            for column in ("seg_rank", "seg_doc", "seg_start", "seg_length"):
+                digest.update(getattr(layout, column).tobytes())
         fingerprints = gather_objects(
             digest.hexdigest(),
             self.replicas,

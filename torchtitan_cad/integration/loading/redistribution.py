@@ -47,12 +47,6 @@ class Redistribution:
     received: Tensor
     receive_counts: list[int]
 
-    def scatter(self, came: Tensor) -> Tensor:
-        """Reorder ``came`` [B * S, ...] from the order of arrival to that of the rows."""
-        redistributed = torch.empty_like(came)
-        redistributed[self.received] = came
-        return redistributed
-
 
 def make_redistribution(
     loaded: Sequence[TokenLayout],
@@ -122,18 +116,16 @@ def columns_of(inputs: Mapping[str, Tensor], labels: Tensor) -> list[Tensor]:
 def check_redistributable(inputs: Mapping[str, Tensor], labels: Tensor) -> None:
     """Raise ValueError unless a batch is ids, labels and maybe positions, all integers [B, S], and nothing else."""
     remedy = "; give integers [B, S] for tokens, labels and positions alone, or set cad.placement to 'loader'"
-    if unknown := sorted(inputs.keys() - {"input", OWN_POSITIONS}):
+    unknown = sorted(inputs.keys() - {"input", OWN_POSITIONS})
+    if unknown:
         raise ValueError(
             f"cad.placement cannot redistribute batch key {unknown[0]!r} with the tokens{remedy}"
         )
-    tokens, *others = columns_of(inputs, labels)
-    for name, column in zip(("labels", OWN_POSITIONS), others, strict=True):
-        if (
-            column.shape != tokens.shape
-            or tokens.is_floating_point()
-            or column.is_floating_point()
-        ):
+    columns = columns_of(inputs, labels)
+    shape = columns[0].shape
+    for name, column in zip(("tokens", "labels", OWN_POSITIONS), columns, strict=True):
+        if column.shape != shape or column.is_floating_point():
             raise ValueError(
-                f"cad.placement cannot redistribute {name} {column.dtype} {tuple(column.shape)} with tokens "
-                f"{tokens.dtype} {tuple(tokens.shape)}{remedy}"
+                f"cad.placement cannot redistribute {name} {column.dtype} {tuple(column.shape)} with tokens of shape "
+                f"{tuple(shape)}{remedy}"
             )

@@ -122,8 +122,7 @@ def build_engine(
         job=session.job,
         device_bytes=session.device_bytes,
     )
-    mesh = session.build_mesh(parallel_dims.world_mesh)
-    return session.build(mesh, blocks_of(parts), room, ticks)
+    return session.build(blocks_of(parts), room, ticks)
 
 
 def has_positions() -> bool:

@@ -318,7 +318,6 @@ def apply_cad(
 ) -> None:
     """Replace the attention of every block by core attention on the CAD mesh."""
     session = current_session()
-    mesh = session.build_mesh(parallel_dims.world_mesh)
     halves = session.cad.nano_batches == 2
     check_forwards(model, halves=halves)
     layers = cast(nn.ModuleDict, model.layers)
@@ -342,7 +341,7 @@ def apply_cad(
         traced_on = device if traced else None
         model.pingpong = PingPong(views, ENGINE, traced_on=traced_on)  # type: ignore[assignment]
     logger.info(
-        f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks, "
+        f"Applied Core Attention Disaggregation to the model over {len(session.ranks)} ranks, "
         f"nano-batches: {session.cad.nano_batches}"
     )
 

@@ -13,7 +13,6 @@ from torchtitan_cad.integration.loading.batch_planner import Exhausted
 from torchtitan_cad.integration.loading.loader import (
     PLAN_KEYS,
     Loader,
-    announced_failure,
 )
 from torchtitan_cad.integration.loading.redistribution import Batch
 from torchtitan_cad.integration.session import CadSession, current_session
@@ -53,11 +52,11 @@ class ValidationLoader:
             loader: Any = self.inner
             loader.dataset.load_state_dict(copy.deepcopy(self._first))
             loader._iterator = None  # ends persistent workers, whose copies of the data set are at its end
-        with announced_failure(planner, "loading a batch"):
+        with planner.announced_failure("loading a batch"):
             batches = iter(self.inner)
         try:
             while self._is_whole_set or handed_out < self.config.validation.steps:
-                with announced_failure(planner, "loading a batch"):
+                with planner.announced_failure("loading a batch"):
                     batch = next(batches, None)
                 if batch is None or not self._fits(len(batch[1])):
                     planner.announce_exhausted()

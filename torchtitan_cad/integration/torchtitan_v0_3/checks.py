@@ -2,7 +2,6 @@
 """Checks of a recipe with CAD, made on every rank before anything is built: each says in one line what to set."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,21 +73,18 @@ def check_gradients(config: Trainer.Config) -> None:
         )
 
 
-def relied_on(
-    config: Trainer.Config, device: torch.device
-) -> Iterator[tuple[str, Any]]:
-    """Yield, by name, what CAD relies on: classes of parts, the model's precision, and what the job is read as."""
+def relied_on(config: Trainer.Config, device: torch.device) -> dict[str, Any]:
+    """Return, by name, what CAD relies on: classes of parts, the model's precision, and what the job is read as."""
+    found: dict[str, Any] = vars(read_job(config, device)).copy()
     for name in ("dataloader", "metrics", "validator", "activation_checkpoint"):
-        yield name, type(getattr(config, name))
+        found[name] = type(getattr(config, name))
     model = config.model_spec.model
     for number, layer in enumerate(model.layers):
-        attention = getattr(layer, "attention", None)
-        name = f"layers.{number}.attention"
-        yield name, type(attention)
+        attention = layer.attention
         inner = getattr(attention, "inner_attention", None)
-        yield f"{name}.inner_attention", type(inner)
-    yield "quantization", has_quantization(model)
-    yield from vars(read_job(config, device)).items()
+        found[f"layers.{number}.attention"] = type(attention), type(inner)
+    found["quantization"] = has_quantization(model)
+    return found
 
 
 def check_overridden(
@@ -100,8 +96,8 @@ def check_overridden(
         before: ``relied_on`` of the config as CAD has made it.
         device: of this process.
     """
-    for name, value in relied_on(config, device):
-        if value != before.get(name):
+    for name, value in relied_on(config, device).items():
+        if value != before[name]:
             raise ValueError(
                 f"override.imports = {config.override.imports} changes {name}, on which CAD relies; leave that out, or "
                 "train without cad"

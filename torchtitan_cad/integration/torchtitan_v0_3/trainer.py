@@ -78,7 +78,7 @@ class CadTrainer(Trainer):
         config = self.config
         debug = config.debug
         self.job = read_job(config, self.device)
-        self.relied_on = dict(relied_on(config, self.device))
+        self.relied_on = relied_on(config, self.device)
         if debug.deterministic:  # torchtitan does so later, and kernels are chosen now
             torch.use_deterministic_algorithms(
                 True, warn_only=debug.deterministic_warn_only
@@ -100,7 +100,6 @@ class CadTrainer(Trainer):
     def _build_engine(self) -> None:
         session = current_session()
         config = self.config
-        mesh = session.build_mesh(self.parallel_dims.world_mesh)
         microbatches = microbatches_of(config)
         in_turns = config.parallelism.pipeline_parallel_schedule == "1F1B"
         of_rank = RankParts(
@@ -117,9 +116,9 @@ class CadTrainer(Trainer):
             else microbatches,
         )
         room = room_of(of_rank, session.job, session.device_bytes)
-        session.build(mesh, blocks_of(self.model_parts), room)
+        session.build(blocks_of(self.model_parts), room)
         logger.info(
-            f"Applied Core Attention Disaggregation to the model over {mesh.size()} ranks"
+            f"Applied Core Attention Disaggregation to the model over {len(session.ranks)} ranks"
         )
 
     def post_dataloading_process(
