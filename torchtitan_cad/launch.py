@@ -43,10 +43,7 @@ _ENDED_BY_TORCHRUN = (-signal.SIGTERM, _SIGNAL_EXIT + signal.SIGTERM)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun on `arguments`, by default the command line's; return the exit code."""
     # report each rank that is ended because another failed
-    for module in (
-        "agent.server.api",
-        "multiprocessing.api",
-    ):
+    for module in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(
             logging.CRITICAL
         )
@@ -62,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _MISTAKE_EXIT
     if options.max_restarts > 0:
-        _give_every_start_a_store(options)
+        # ranks that start again would find in a store that they share with those before what these left (torch 2.11 to
+        # 2.15), and might not connect
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if ranks_per_node > 1:
         # torchrun does it, too, with a warning of four lines
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,20 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 item[1].timestamp,
             ),
         )
-        how = (
-            f"exit code {failure.exitcode}"
-            if failure.exitcode > 0
-            else failure.signal_name()
-        )
+        code = failure.exitcode
+        end = f"exit code {code}"
+        if code < 0:
+            code = _SIGNAL_EXIT - code
+            end = failure.signal_name()
         print(
-            f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {how}",
+            f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {end}",
             file=sys.stderr,
         )
-        return (
-            failure.exitcode
-            if failure.exitcode > 0
-            else _SIGNAL_EXIT - failure.exitcode
-        )
+        return code
     except RendezvousError as error:
         print(f"launch: {_reason(error, options)}", file=sys.stderr)
         return 1
@@ -109,20 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
-
-
-def _give_every_start_a_store(options: Namespace) -> None:
-    """Ranks that start again find in a store that they share with those before what they left (torch 2.11 to 2.15).
-
-    Then they may not connect. A static rendezvous has one store, whatever is set.
-    """
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if options.rdzv_backend == "static" and not options.standalone:
-        print(
-            "launch: --max-restarts with --rdzv-backend static, torchrun's default: ranks may not connect again; set "
-            "--standalone, or --rdzv-backend c10d",
-            file=sys.stderr,
-        )
 
 
 def _reason(error: RendezvousError, options: Namespace) -> str:

@@ -85,7 +85,9 @@ class Metrics(CadMetrics, Titan):
     def __init__(self) -> None:
         super().__init__()
         self.time_last_log = 0.0
-        self.begin(writes_steps=False)
+        self.ntokens_since_last_log = 0
+        self.parallel_dims = SimpleNamespace(non_data_parallel_size=1)
+        self.begin(writes_steps=False, folder="")
 
 
 @pytest.fixture

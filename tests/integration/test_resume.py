@@ -23,22 +23,14 @@ def torchrun(monkeypatch) -> Mock:
     return launch.run.run
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "is_warned"),
-    [("--rdzv-backend=static", True), ("--standalone", False)],
-)
-def test_ranks_that_start_again_have_a_store_of_their_own(
-    rendezvous, is_warned, torchrun, monkeypatch, capsys
-):
-    """A static rendezvous has one store for all starts, which is said."""
+def test_ranks_that_start_again_have_a_store_of_their_own(torchrun, monkeypatch):
     variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     monkeypatch.setenv(variable, "")  # so that it is removed afterwards
     monkeypatch.delenv(variable)
-    assert launch.main([rendezvous, "train.py"]) == 0
+    assert launch.main(["--standalone", "train.py"]) == 0
     assert variable not in os.environ
-    assert launch.main(["--max-restarts=2", rendezvous, "train.py"]) == 0
+    assert launch.main(["--max-restarts=2", "--standalone", "train.py"]) == 0
     assert os.environ[variable] == "1"
-    assert ("set --standalone" in capsys.readouterr().err) == is_warned
 
 
 def test_torchrun_may_wait_for_ranks_to_end():

@@ -146,7 +146,7 @@ def test_full_disk_is_named_and_the_last_checkpoint_resumes(
     *_, after_step_6 = re.split(r".* step: +6 .*\n", text)
     said = unusual(after_step_6.splitlines())
     (error,) = [line for line in job.lines if line.startswith("error: ")]
-    cause = rf"error: a checkpoint in {small_disk} could not be written .* rank \d, [0-3] MB are free"
+    cause = rf"error: a checkpoint in {small_disk}, where [0-3] MB are free, could not be written .* rank \d"
     assert re.match(cause, error)
     assert error in said[:3], "\n".join(said)
     if launcher == LAUNCH:

@@ -20,15 +20,11 @@ LLAMA = ("--module=llama3", "--config=llama3_debugmodel")
     [
         (
             ["--module=torchtitan_cad.recipes.llama4", "--config=llama4_debugmodel"],
-            r"--module torchtitan_cad\.recipes\.llama4: set it to one of: torchtitan_cad\.recipes\.deepseek_v3, ",
-        ),
-        (
-            ["--module", "torchtitan_cad.recipes", "--config", "llama3_8b"],
-            r"--module torchtitan_cad\.recipes: set it to one of",
+            r"Cannot import module 'torchtitan_cad\.recipes\.llama4'",
         ),
         (
             [*LLAMA, "--cad.tolerance=0.1"],
-            r"--cad\.tolerance=0.1 needs .*: set --module to torchtitan_cad\.recipes\.llama3$",
+            r"--cad\.tolerance.*: set --module to torchtitan_cad\.recipes\.<model>$",
         ),
         (
             [
@@ -36,15 +32,12 @@ LLAMA = ("--module=llama3", "--config=llama3_debugmodel")
                 "--config=qwen3_moe_debug",
                 "--cad.shadow",
             ],
-            r"--cad\.shadow needs .*: set --module to torchtitan_cad\.recipes\.qwen3$",
+            r"--cad\.shadow.*: set --module to torchtitan_cad\.recipes\.<model>$",
         ),
-        (
-            ["--config=llama3_8b"],
-            r"--module is missing: .*torchtitan_cad\.recipes\.<model>",
-        ),
+        (["--config=llama3_8b"], "--module is required"),
         (
             ["--module", "torchtitan_cad.recipes.llama3", "--cad.shadow"],
-            "--config is missing: .* --config <recipe>",
+            "--config is required",
         ),
         (
             ["--module=torchtitan_cad.recipes.llama3", "--config=llama3_9b"],
@@ -54,7 +47,7 @@ LLAMA = ("--module=llama3", "--config=llama3_debugmodel")
     ],
 )
 def test_a_command_that_cannot_be(arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises((ValueError, ImportError), match=message) as refused:
         entry.parse(arguments)
     assert "\n" not in str(refused.value)
 

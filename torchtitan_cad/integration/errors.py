@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ends a job that fails with one line that says why, in place of tracebacks of all ranks."""
 
-import errno
 import json
 import logging
 import os
@@ -24,8 +23,6 @@ TRACEBACK_OPTION = "--traceback"
 
 _OTHER_RANKS_WAIT_S = 6.0
 _INTERRUPTED = 130
-_NEARLY_FULL = 100e6
-"""bytes: free room of a disk on which a checkpoint that could not be written most likely found none"""
 _SETUP_ERRORS = (
     ValueError,
     OSError,
@@ -41,33 +38,18 @@ class CheckpointError(Exception):
 
     def __init__(self, folder: str, error: CheckpointException) -> None:
         rank, (cause, _) = min(error.failures.items())
-        reason = (
-            cause.strerror
-            if isinstance(cause, OSError) and cause.strerror
-            else first_sentence(cause)
+        room = ""
+        if os.path.isdir(folder):
+            room = f", where {shutil.disk_usage(folder).free / 1e6:,.0f} MB are free,"
+        remedy = (
+            "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job resumes "
+            "from the last checkpoint that is complete"
         )
-        free = shutil.disk_usage(folder).free if os.path.isdir(folder) else None
-        is_full = isinstance(cause, OSError) and cause.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-        )
-        # A writer's own complaint often hides that the disk is full.
-        is_full |= free is not None and free < _NEARLY_FULL
-        remedy = "mend that and start again: the job resumes from the last checkpoint that is complete"
-        if is_full:
-            remedy = (
-                "make room, or set checkpoint.folder or job.dump_folder to another disk, and start again: the job "
-                "resumes from the last checkpoint that is complete"
-            )
+        reason = getattr(cause, "strerror", None) or first_sentence(cause)
         if reason.startswith(("Missing key", "Size mismatch")):
             remedy = "start the job with the model and options that it was saved with, or set another checkpoint.folder"
-        room = (
-            f", {free / 1e6:,.0f} MB are free there"
-            if is_full and free is not None
-            else ""
-        )
         super().__init__(
-            f"a checkpoint in {folder} could not be written or read by rank {rank}{room}: {reason}; {remedy}"
+            f"a checkpoint in {folder}{room} could not be written or read by rank {rank}: {reason}; {remedy}"
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """When training fails, say which peer is at fault."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +22,10 @@ _DIVERGED = "Loss is not finite"
 
 def name_dead_peers(trainer_cls: Any) -> None:
     """Make ``train`` and ``close`` of a class of trainers those of jobs with CAD; see ``train_and_name_peers``."""
-    original_train = trainer_cls.train
-    original_close = trainer_cls.close
-
-    @functools.wraps(original_train)
-    def train(self: Any) -> None:
-        train_and_name_peers(self, functools.partial(original_train, self))
-
-    @functools.wraps(original_close)
-    def close(self: Any) -> None:
-        close_job(functools.partial(original_close, self))
-
-    trainer_cls.train = train
-    trainer_cls.close = close
+    train = trainer_cls.train
+    close = trainer_cls.close
+    trainer_cls.train = lambda self: train_and_name_peers(self, partial(train, self))
+    trainer_cls.close = lambda self: close_job(partial(close, self))
 
 
 def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
@@ -115,7 +106,6 @@ def check_before_saving(checkpointer: Any) -> None:
     original_save = checkpointer.save
     should_save = getattr(checkpointer, "_should_save", None)
 
-    @functools.wraps(original_save)
     def save(curr_step: int, last_step: bool = False) -> Any:
         # a manager of the user's own may save at any step
         if should_save is None or should_save(curr_step, last_step):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``cad.shadow``: a job trains without CAD, and the documents of all its steps are recorded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_cad.integration.gathering import new_host_group
+from torchtitan_cad.integration.gathering import gather_objects, new_host_group
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.loader import Batch, Loader
 from torchtitan_cad.integration.report.steps_file import (
@@ -67,27 +67,30 @@ class Shadow(Stateful):
 
     def end_step(self, step: int) -> None:
         """Record the documents of the batches since the last call. All ranks of the group must call it together."""
-        topology = self.job.topology
         microbatches = self._microbatches
         self._microbatches = []
         tile = self.job.cad.planner_config().cost_tile
         own_work = [attention_work(rows, self.job.kinds, tile) for rows in microbatches]
         own = (microbatches, own_work)
-        gathered = [own] * topology.group_size
-        if self.group is not None:
-            # to the first rank alone, so that no rank waits for another
-            dist.gather_object(
-                own, gathered if self.rank == 0 else None, group=self.group, group_dst=0
-            )
+        gathered = gather_objects(own, self.group, "recording documents")
         if self.rank > 0:
             return
         # context-parallel ranks have the same rows
-        rows_of_ranks, work_of_ranks = zip(*gathered[:: topology.cp], strict=True)
+        rows_of_ranks, work_of_ranks = zip(
+            *gathered[:: self.job.topology.cp], strict=True
+        )
         work = np.array(work_of_ranks)  # [ranks, microbatches]
         imbalance = (work.max(axis=0) / work.mean(axis=0)).mean()
         self._imbalances.append(float(imbalance))
         if dist.get_rank() == 0:
-            self._write(step, list(zip(*rows_of_ranks, strict=True)))
+            line = {
+                "version": DOCUMENTS_VERSION,
+                "step": step,
+                "ranks": dist.get_world_size(),
+                "row_tokens": self._row_tokens,
+                "microbatches": list(zip(*rows_of_ranks, strict=True)),
+            }
+            self._file.append(line)
 
     def drain_imbalances(self) -> list[float]:
         """Return the imbalance of every step since the last call, on the first rank of the group; elsewhere none.
@@ -97,16 +100,6 @@ class Shadow(Stateful):
         imbalances = self._imbalances
         self._imbalances = []
         return imbalances
-
-    def _write(self, step: int, microbatches: Sequence[Sequence[Rows]]) -> None:
-        line = {
-            "version": DOCUMENTS_VERSION,
-            "step": step,
-            "ranks": dist.get_world_size(),
-            "row_tokens": self._row_tokens,
-            "microbatches": microbatches,
-        }
-        self._file.append(line)
 
 
 def open_shadow(loader: Loader, job: Job, dump_folder: str) -> Shadow:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -138,28 +138,6 @@ def compute_stats(
             )
         ),
     )
-
-
-def mean_stats(kinds: Sequence[PlanStats], layers: Sequence[int]) -> PlanStats:
-    """Return the means over layers, as floats, of plans of which every kind's ``layers`` run one.
-
-    Ranks meet in every layer, so that imbalances are means over the layers' work.
-    """
-    if len(kinds) == 1:
-        return kinds[0]
-    shares = np.array(layers) / sum(layers)
-    work = shares * [kind.mean_load for kind in kinds]
-    work = work / work.sum() if work.any() else shares
-
-    def mean(name: str) -> Any:
-        weights = work if name.endswith(("over_mean", "over_mean_before")) else shares
-        return sum(
-            weight * getattr(kind, name)
-            for weight, kind in zip(weights, kinds, strict=True)
-        )
-
-    means = {name: mean(name) for name in _STORED}
-    return PlanStats(**means, bound=lambda: int(mean("lower_bound_bytes")))
 
 
 def _max_pairs(layout: TokenLayout, cost: TileAreaCost, loads: IntArray) -> IntArray:

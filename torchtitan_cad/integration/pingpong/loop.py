@@ -78,11 +78,6 @@ class _NanoBatch:
         else:
             self.token = close_block(block, self.token)
 
-    def run(self, name: str, work: Callable[..., Any], *args: Any) -> Any:
-        """Call ``work(*args)`` under its name in traces."""
-        with record_function(f"cad/{name}.{self.name}"):
-            return work(*args)
-
     def send(
         self,
         block: BlockView,
@@ -284,14 +279,10 @@ class PingPong:
             names.append(f"pre {begins}")
         for nano_batch in nano_batches:
             attended = None if ends is None else nano_batch.receive()
-            nano_batch.x, *qkv = nano_batch.run(
-                " ".join(names),
-                segment,
-                nano_batch.x,
-                attended,
-                nano_batch.rope,
-                nano_batch.positions,
-            )
+            with record_function(f"cad/{' '.join(names)}.{nano_batch.name}"):
+                nano_batch.x, *qkv = segment(
+                    nano_batch.x, attended, nano_batch.rope, nano_batch.positions
+                )
             if begins is not None:
                 nano_batch.send(self.blocks[begins], *qkv)
 

@@ -2,9 +2,11 @@
 """CAD in torchtitan's log line, in TensorBoard (docs/operations.md), and in the file that `report` reads."""
 
 import logging
+import os
 import statistics
 import threading
 import time
+from datetime import datetime
 from typing import Any
 
 from torchtitan_cad.integration.report.steps_file import StepsFile, new_path
@@ -16,7 +18,6 @@ logger = logging.getLogger(__name__)
 TAGS: dict[str, tuple[str, float]] = {
     "cad/exchange/host(s)": ("exchange_seconds", 1),
     "cad/exchange/exposed(%)": ("exposed_percent", 1),
-    "cad/mfu(%)": ("mfu_percent", 1),
     "cad/imbalance/before": ("imbalance_before", 1),
     "cad/imbalance/after": ("imbalance_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
@@ -39,27 +40,32 @@ class CadMetrics:
 
     time_last_log: float
     ntokens_since_last_log: int
-    num_flops_per_token: float
-    gpu_peak_flops: float
     parallel_dims: Any
+    logger: Any
 
-    def begin(self, *, writes_steps: bool) -> None:
+    def begin(self, *, writes_steps: bool, folder: str) -> None:
         """Prepare for the first step, after torchtitan's part.
 
         Args:
             writes_steps: whether this is the rank whose loss torchtitan reports: under PP others hold a placeholder.
+            folder: of the figures of all runs.
         """
         self._last_step: int | None = None
         """The step of this process's last log line; before the first, the step before the process's own first one."""
-        self._steps_file = StepsFile(lambda: new_path(self.run_folder()), "report")
+        self._steps_file = StepsFile(lambda: new_path(self._run_folder()), "report")
         # a signal closes from another thread, perhaps in the middle of a step's log
         self._writing = threading.Lock()
         self._closed = False
         self._writes_steps = writes_steps
+        self._folder = folder
 
-    def run_folder(self) -> str:
-        """Return the folder of this run's figures."""
-        raise NotImplementedError
+    def _run_folder(self) -> str:
+        """Return TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
+        for logs in getattr(self.logger, "_loggers", []):
+            writer = getattr(logs, "writer", None)
+            if writer is not None:
+                return writer.log_dir
+        return os.path.join(self._folder, datetime.now().strftime("%Y%m%d-%H%M"))
 
     def should_log(self, step: int) -> bool:
         """Tell whether a step is logged; torchtitan asks once a step, the first time of the process's first step."""
@@ -86,10 +92,9 @@ class CadMetrics:
         figures["exchange_seconds"] = (starting + waiting) / steps
         if session.device.type == "cpu":  # elsewhere the host does not wait
             figures["exposed_percent"] = 100 * waiting / elapsed
-        if "pairs_per_token" in figures:
-            figures |= self._utilisation(
-                session.job.flops_beside_rows(figures["pairs_per_token"]), elapsed
-            )
+        gpus_of_tokens = self.parallel_dims.non_data_parallel_size
+        speed = self.ntokens_since_last_log / (elapsed * gpus_of_tokens)
+        figures["tokens_per_second"] = speed
         self._last_step = step
         scalars = scalars_of(figures)
         with self._writing:
@@ -122,18 +127,6 @@ class CadMetrics:
             if not self._closed:
                 super().close()  # type: ignore[misc]
             self._closed = True
-
-    def _utilisation(
-        self, flops_beside_rows: float, elapsed: float
-    ) -> dict[str, float]:
-        """Return tokens per second and GPU, as torchtitan counts them, and the share of its peak in model FLOPs."""
-        gpus_of_tokens = self.parallel_dims.non_data_parallel_size
-        speed = self.ntokens_since_last_log / (elapsed * gpus_of_tokens)
-        flops = self.num_flops_per_token + flops_beside_rows
-        return {
-            "tokens_per_second": speed,
-            "mfu_percent": 100 * flops * speed / self.gpu_peak_flops,
-        }
 
 
 class ShadowMetrics:
@@ -170,20 +163,18 @@ def scalars_of(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _log_line(figures: dict[str, Any]) -> str:
-    served = hosts = exposed = used = ""
+    served = hosts = exposed = ""
     if "served_share" in figures:
         served = f", {100 * figures['served_share']:.0f}% of attention by servers"
     if "bytes_between_hosts" in figures:
         hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
-    if "mfu_percent" in figures:
-        used = f"  mfu {figures['mfu_percent']:.2f}% by documents"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks{served}, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{hosts})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  "
-        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}{used}"
+        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
     )

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files with a line of JSON for every step, which have whole lines at any moment: figures, and recorded documents."""
+"""Files with a line of JSON for every step, all whole but maybe the last: figures, and recorded documents."""
 
-import contextlib
 import itertools
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,11 @@ class StepsFile:
         self._has_failed = False
 
     def append(self, step: dict[str, Any]) -> None:
-        """Write the line of a step; what was written before stays whole."""
+        """Write the line of a step."""
         try:
             if self.path is None:
                 self.path = self._find_path()
-                _open_after_last_line(self.path)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 logger.info(
                     f"CAD writes steps to {self.path}, which `torchtitan-cad {self._reader}` reads"
                 )
@@ -54,27 +52,14 @@ class StepsFile:
             self._has_failed = True
 
 
-def _open_after_last_line(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
+def _append_line(path: Path, text: str) -> None:
+    """Write a line after the last whole one."""
+    with path.open("a+b") as file:
+        size = file.tell()
         file.seek(max(0, size - 1))
         if size and file.read() != b"\n":
             file.truncate(path.read_bytes().rfind(b"\n") + 1)
-
-
-def _append_line(path: Path, text: str) -> None:
-    line = f"{text}\n".encode()
-    with path.open("ab", buffering=0) as file:
-        begin = file.tell()
-        try:
-            if file.write(line) < len(line):
-                raise OSError(f"{path}: the disk has no room for another line")
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(begin)
-            raise
+        file.write(f"{text}\n".encode())
 
 
 def new_path(folder: str) -> Path:

@@ -2,15 +2,10 @@
 """torchtitan 0.2.2's metrics with CAD's, and those of a job with ``cad.shadow``."""
 
 import os
-from datetime import datetime
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.components.metrics import (
-    MetricsProcessor,
-    TensorBoardLogger,
-    _get_metrics_rank,
-)
+from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
@@ -26,19 +21,11 @@ class CadMetricsProcessor(CadMetrics, MetricsProcessor):
     ) -> None:
         super().__init__(job_config, parallel_dims)
         self.begin(
-            writes_steps=dist.get_rank() == _get_metrics_rank(parallel_dims, job_config)
-        )
-
-    def run_folder(self) -> str:
-        """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
-        for one in getattr(self.logger, "_loggers", []):
-            if isinstance(one, TensorBoardLogger):
-                return one.writer.log_dir
-        name = datetime.now().strftime("%Y%m%d-%H%M")
-        return os.path.join(
-            self.job_config.job.dump_folder,
-            self.job_config.metrics.save_tb_folder,
-            name,
+            writes_steps=dist.get_rank()
+            == _get_metrics_rank(parallel_dims, job_config),
+            folder=os.path.join(
+                job_config.job.dump_folder, job_config.metrics.save_tb_folder
+            ),
         )
 
 

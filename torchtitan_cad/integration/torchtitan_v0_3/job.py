@@ -43,7 +43,6 @@ def read_job(config: Any, device: torch.device) -> Job:
             default=0,
         ),
         device=device,
-        row_tokens=training.seq_len,
         documents=DocumentRule(by_positions=True),
         # The loader gives one microbatch at a time, and a step has those of all its batches.
         rows=training.local_batch_size // microbatches,

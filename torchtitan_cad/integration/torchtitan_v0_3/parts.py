@@ -4,12 +4,11 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.metrics import TensorBoardLogger, _get_metrics_rank
+from torchtitan.components.metrics import _get_metrics_rank
 
 from torchtitan_cad.integration.choices import DEMO_TEXTS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
@@ -44,25 +43,15 @@ def add_demo_texts(config: Any) -> None:
 class PlannedMetrics(CadMetrics):
     """torchtitan's metrics plus CAD's."""
 
-    logger: Any
-
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config, **options)  # type: ignore[call-arg]
-        started = datetime.now().strftime("%Y%m%d-%H%M")
-        self._folder = os.path.join(
-            options["dump_folder"], config.save_tb_folder, started
-        )
         rank = _get_metrics_rank(
             parallel_dims=self.parallel_dims, pp_schedule=options["pp_schedule"]
         )
-        self.begin(writes_steps=dist.get_rank() == rank)
-
-    def run_folder(self) -> str:
-        """TensorBoard's folder of this run; without TensorBoard one that torchtitan would have made for it."""
-        for one in getattr(self.logger, "_loggers", []):
-            if isinstance(one, TensorBoardLogger):
-                return one.writer.log_dir
-        return self._folder
+        self.begin(
+            writes_steps=dist.get_rank() == rank,
+            folder=os.path.join(options["dump_folder"], config.save_tb_folder),
+        )
 
 
 class RecordedMetrics(ShadowMetrics):

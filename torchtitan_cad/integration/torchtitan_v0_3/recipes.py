@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchtitan 0.3.0's recipes with CAD."""
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -15,13 +14,11 @@ from torchtitan_cad.integration.torchtitan_v0_3.trainer import CadTrainer
 
 def with_cad(config: Any, table: dict[str, Any]) -> Any:
     """Return a recipe's config that trains with CAD, set as ``table`` says; see ``torchtitan_cad.recipes.cad``."""
-    known = [one.name for one in fields(Cad)]
-    for key in table:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, 1) or sorted(known)
-            raise ValueError(
-                f"cad({key}=...): no such key; did you mean {', '.join(nearest)}?"
-            )
+    known = {one.name for one in fields(Cad)}
+    for key in table.keys() - known:
+        raise ValueError(
+            f"cad({key}=...): no such key; set one of: {', '.join(sorted(known))}"
+        )
     if isinstance(getattr(config, "cad", None), Cad):
         return replace(config, cad=replace(config.cad, **table))
     return derived(config, CadTrainer, cad=Cad(**{"documents": "positions", **table}))
