@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -366,40 +365,6 @@ def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader)
     release.set()
     ahead.result(10)
     assert not _may_be_caused_by_a_peer(raised.value)
-
-
-class BlockingLoader(CountingLoader):
-    """Blocks before its batch number 1 until released."""
-
-    def __init__(self) -> None:
-        super().__init__(6)
-        self.blocks, self.release = threading.Event(), threading.Event()
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            if int(batch[1][0, 0]) == 1:
-                self.blocks.set()
-                assert self.release.wait(30)
-            yield batch
-
-
-def test_a_thread_that_outlives_close_is_not_revived():
-    """A new iteration is refused while the old thread runs; once it ended, it alone draws."""
-    inner = BlockingLoader()
-    loader, planned = planning_loader(inner)
-    stale = iter(loader)
-    next(stale)
-    assert inner.blocks.wait(30)
-    loader.close(timeout_s=0.05)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "close", partial(loader.close, 0.05))
-        for use in (lambda: next(iter(loader)), lambda: loader.load_state_dict({})):
-            with refusal(error=RuntimeError):
-                use()
-    inner.release.set()
-    # Batch 1 was drawn by the old thread.
-    assert drain(loader) == ([2, 3, 4, 5], None)
-    assert len(planned) == 5
 
 
 def test_topology_follows_torchtitans_rank_order():

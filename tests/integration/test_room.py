@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.lib.jobs.simulated import read_job
+from torchtitan_cad.integration.room import room_of
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.integration.torchtitan_v0_2.job import attention_kinds
-from torchtitan_cad.integration.torchtitan_v0_2.room import of_layers, read_room
+from torchtitan_cad.integration.torchtitan_v0_2.room import of_layers, read_parts
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, buffer_bytes
 from torchtitan_cad.planning.keeping import FILLED
 from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
@@ -65,7 +66,8 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name):
         microbatches=1,
     )
     dims: Any = SimpleNamespace(dp_shard=1, cp=1)
-    room = read_room([model], dims, config, job, DEVICE_BYTES)
+    parts = read_parts([model], dims, config, job)
+    room = room_of(parts, job, DEVICE_BYTES)
     assert 0 < room.bytes_per_call == pytest.approx(simulated, rel=0.02)
     assert simulated < FILLED * DEVICE_BYTES
 

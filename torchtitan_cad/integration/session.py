@@ -41,13 +41,16 @@ from torchtitan_cad.integration.machine import (
     ranks_per_host,
 )
 from torchtitan_cad.integration.report.statistics import StepStatistics
-from torchtitan_cad.integration.room import active_parameters
+from torchtitan_cad.integration.room import (
+    RankParts,
+    active_parameters,
+    blocks_of,
+    room_of,
+)
 from torchtitan_cad.integration.servers import open_to_servers
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import LayerTimes, TileAreaCost, warm_up
-from torchtitan_cad.planning.keeping import KeepCapacity
 from torchtitan_cad.planning.model.batch import BatchShape
-from torchtitan_cad.planning.pipeline.program import AttentionPool
 from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -87,7 +90,7 @@ class CadSession:
             warm_up_placement()
         host_names = [*gather(host_name(), None).values()]
         self.hosts = number_hosts([host_names[rank] for rank in self.ranks])
-        self.device_bytes = device_bytes(
+        self._device_bytes = device_bytes(
             self.device, host_names.count(host_names[self.rank])
         )
         self.monitor = self._start_monitor(host_names)
@@ -119,9 +122,17 @@ class CadSession:
     @cached_property
     def _training(self) -> BatchPlanner:
         """Plans ahead, in a thread."""
-        return self._planner(
+        nano_batches = self.cad.nano_batches
+        return BatchPlanner(
             self._train_group,
-            0,
+            self.ranks,
+            self.topology,
+            config=self._config,
+            kinds=self.job.kinds,
+            engines=self._engines,
+            nano_batches=nano_batches,
+            times=self.times,
+            keys=itertools.count(0, KEY_STEP * nano_batches),
             placement=self._placement,
             servers=self._servers,
             pools=self._ticks.training.pools if self._ticks else (),
@@ -130,10 +141,13 @@ class CadSession:
     @cached_property
     def validation(self) -> BatchPlanner:
         """Plans on the fly. Only jobs that validate have its group, as one of gloo wakes a thread every 10 ms."""
-        group = new_host_group(self.ranks, self.job.planning_timeout_s)
-        return self._planner(
-            group,
-            self.cad.nano_batches,
+        nano_batches = self.cad.nano_batches
+        return replace(
+            self._training,
+            group=new_host_group(self.ranks, self.job.planning_timeout_s),
+            keys=itertools.count(nano_batches, KEY_STEP * nano_batches),
+            placement=None,
+            servers=None,
             pools=self._ticks.validation.pools if self._ticks else (),
         )
 
@@ -196,21 +210,21 @@ class CadSession:
 
     def build(
         self,
-        blocks: Sequence[nn.Module],
-        room: KeepCapacity,
+        parts: RankParts,
         ticks: Ticks | None = None,
     ) -> CoreAttentionEngine:
         """Build the transport, the engines and the planners; returns the first engine. Collective over all ranks.
 
         Args:
-            blocks: that this rank runs; their mean parameters stand for a layer's linear work.
-            room: of this rank, for rows that it keeps for backward as a server.
+            parts: of the model, that this rank runs; the mean parameters of blocks stand for a layer's linear work.
             ticks: of a pipeline in ticks, for which batches are then planned.
         """
         transport = None
         if len(self.ranks) > 1:
             self._group = cad_group(self.topology, self.job.start_timeout_s)
             transport = self._build_transport(self._group)
+        blocks = blocks_of(parts.modules)
+        room = room_of(parts, self.job, self._device_bytes)
         kept = kept_bytes(
             self.cad.backward, room, self._train_group, in_ticks=ticks is not None
         )
@@ -233,31 +247,6 @@ class CadSession:
         for engine in self._engines:
             engine.servers = self._servers
         return self.engine
-
-    def _planner(
-        self,
-        group: dist.ProcessGroup | None,
-        first_key: int,
-        *,
-        placement: Placement | None = None,
-        servers: ServerPool | None = None,
-        pools: Sequence[AttentionPool],
-    ) -> BatchPlanner:
-        nano_batches = self.cad.nano_batches
-        return BatchPlanner(
-            group,
-            self.ranks,
-            self.topology,
-            config=self._config,
-            kinds=self.job.kinds,
-            engines=self._engines,
-            nano_batches=nano_batches,
-            times=self.times,
-            keys=itertools.count(first_key, KEY_STEP * nano_batches),
-            placement=placement,
-            servers=servers,
-            pools=pools,
-        )
 
     def _measure_times(
         self, transport: Transport, blocks: Sequence[nn.Module]

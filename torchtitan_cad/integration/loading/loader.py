@@ -109,7 +109,7 @@ class PlanningLoader(Stateful):
     _ahead: Future[Any] | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._end_iteration()
+        self.close()
         planner = self.planner()
         with planner.announced_failure("loading a batch"):
             iterator = iter(self.inner)
@@ -137,7 +137,7 @@ class PlanningLoader(Stateful):
         return self.inner.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._end_iteration()
+        self.close()
         self._state = state_dict
         self.inner.load_state_dict(state_dict)
 
@@ -154,15 +154,6 @@ class PlanningLoader(Stateful):
         else:
             logger.warning(
                 "the CAD planning thread still waits for its peers, and is left behind"
-            )
-
-    def _end_iteration(self) -> None:
-        """Make sure that no other thread draws from the inner loader or plans."""
-        self.close()
-        if self._ahead is not None:
-            raise RuntimeError(
-                "the CAD planning thread of the previous iteration has not ended: it waits for its peers or for the "
-                "inner data loader, so the loader cannot be used again"
             )
 
     def _draw_step(

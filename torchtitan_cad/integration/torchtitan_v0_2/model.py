@@ -18,12 +18,11 @@ from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS, OWN_POSIT
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.loading.redistribution import POSITIONS
 from torchtitan_cad.integration.pingpong.loop import PingPong
-from torchtitan_cad.integration.room import blocks_of
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.integration.torchtitan_v0_2 import upstream
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import rows_of_table
 from torchtitan_cad.integration.torchtitan_v0_2.models import Adapter
-from torchtitan_cad.integration.torchtitan_v0_2.room import read_room
+from torchtitan_cad.integration.torchtitan_v0_2.room import read_parts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 
 
@@ -115,14 +114,8 @@ def build_engine(
 ) -> CoreAttentionEngine:
     """Build the session's engine, once all ``parts`` of the model that this rank runs are parallelized."""
     session = current_session()
-    room = read_room(
-        parts,
-        parallel_dims,
-        job_config,
-        job=session.job,
-        device_bytes=session.device_bytes,
-    )
-    return session.build(blocks_of(parts), room, ticks)
+    of_rank = read_parts(parts, parallel_dims, job_config, session.job)
+    return session.build(of_rank, ticks)
 
 
 def has_positions() -> bool:

@@ -8,8 +8,8 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_cad.integration.job import Job
-from torchtitan_cad.integration.room import RankParts, room_of
-from torchtitan_cad.planning.keeping import Checkpointing, KeepCapacity
+from torchtitan_cad.integration.room import RankParts
+from torchtitan_cad.planning.keeping import Checkpointing
 
 
 def checkpointing_kind(config: JobConfig) -> Checkpointing:
@@ -30,24 +30,19 @@ def of_layers(config: JobConfig) -> Sequence[Checkpointing]:
     return ["full", *kept]
 
 
-def read_room(
-    parts: Sequence[Any],
-    parallel_dims: ParallelDims,
-    config: JobConfig,
-    job: Job,
-    device_bytes: float,
-) -> KeepCapacity:
-    """Return the room of this rank.
+def read_parts(
+    parts: Sequence[Any], parallel_dims: ParallelDims, config: JobConfig, job: Job
+) -> RankParts:
+    """Return what this rank runs.
 
     Args:
         parts: of the model, parallelized, that this rank runs.
         parallel_dims: degrees of parallelism.
         config: of the job.
         job: the same as CAD sees it.
-        device_bytes: memory of this rank's device.
     """
     model_args = parts[0].model_args
-    of_rank = RankParts(
+    return RankParts(
         modules=parts,
         hidden=model_args.dim,
         vocabulary=model_args.vocab_size,
@@ -57,7 +52,6 @@ def read_room(
         compiles_loss=config.compile.enable and "loss" in config.compile.components,
         microbatches_in_flight=_microbatches_in_flight(config, job),
     )
-    return room_of(of_rank, job, device_bytes)
 
 
 def _microbatches_in_flight(config: JobConfig, job: Job) -> int:

@@ -12,7 +12,7 @@ from torchtitan.components.metrics import _get_metrics_rank
 
 from torchtitan_cad.integration.choices import DEMO_TEXTS
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
-from torchtitan_cad.integration.report.metrics import CadMetrics, ShadowMetrics
+from torchtitan_cad.integration.report.metrics import CadMetrics
 from torchtitan_cad.integration.session import current_session
 from torchtitan_cad.runtime import ops
 
@@ -52,10 +52,6 @@ class PlannedMetrics(CadMetrics):
             writes_steps=dist.get_rank() == rank,
             folder=os.path.join(options["dump_folder"], config.save_tb_folder),
         )
-
-
-class RecordedMetrics(ShadowMetrics):
-    """torchtitan's metrics plus the imbalance as loaded."""
 
 
 class PlannedValidator:

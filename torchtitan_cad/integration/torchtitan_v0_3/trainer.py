@@ -23,7 +23,8 @@ from torchtitan_cad.integration.failure import close_job, train_and_name_peers
 from torchtitan_cad.integration.loading.documents import DOCUMENT_IDS
 from torchtitan_cad.integration.loading.loader import PLAN_KEYS
 from torchtitan_cad.integration.loading.redistribution import POSITIONS
-from torchtitan_cad.integration.room import RankParts, blocks_of, room_of
+from torchtitan_cad.integration.report.metrics import ShadowMetrics
+from torchtitan_cad.integration.room import RankParts
 from torchtitan_cad.integration.run_state import begin_run
 from torchtitan_cad.integration.session import current_session, open_session
 from torchtitan_cad.integration.shadow import open_shadow
@@ -45,7 +46,6 @@ from torchtitan_cad.integration.torchtitan_v0_3.parts import (
     KeptAttentionAlone,
     PlannedMetrics,
     PlannedValidator,
-    RecordedMetrics,
     WrappedLoader,
     add_demo_texts,
 )
@@ -94,7 +94,7 @@ class CadTrainer(Trainer):
             wrap=lambda inner: open_shadow(inner, self.job, config.dump_folder),
         )
         return dataclasses.replace(
-            config, dataloader=loader, metrics=derived(config.metrics, RecordedMetrics)
+            config, dataloader=loader, metrics=derived(config.metrics, ShadowMetrics)
         )
 
     def _build_engine(self) -> None:
@@ -115,8 +115,7 @@ class CadTrainer(Trainer):
             if in_turns
             else microbatches,
         )
-        room = room_of(of_rank, session.job, session.device_bytes)
-        session.build(blocks_of(self.model_parts), room)
+        session.build(of_rank)
         logger.info(
             f"Applied Core Attention Disaggregation to the model over {len(session.ranks)} ranks"
         )
