@@ -23,10 +23,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousTimeoutError,
 )
 
 _SIGNAL_EXIT = 128
@@ -94,8 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return code
+    except RendezvousConnectionError:
+        print(
+            f"launch: {_no_answer(options)}; this has ended all ranks of this node",
+            file=sys.stderr,
+        )
+        return 1
     except RendezvousError as error:
-        print(f"launch: {_reason(error, options)}", file=sys.stderr)
+        print(
+            f"launch: the rendezvous at {_endpoint(options)} has failed with {type(error).__name__} {error}; start "
+            f"torchtitan_cad.launch on all of --nnodes={options.nnodes} again, within --rdzv-conf join_timeout seconds",
+            file=sys.stderr,
+        )
         return 1
     except SignalException as error:
         print(
@@ -104,24 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
-
-
-def _reason(error: RendezvousError, options: Namespace) -> str:
-    """Say why nodes did not meet, and what to do."""
-    match error:
-        case RendezvousConnectionError():
-            return f"{_no_answer(options)}; this has ended all ranks of this node"
-        case RendezvousTimeoutError():
-            return (
-                f"the rendezvous at {_endpoint(options)} has waited in vain for all of --nnodes={options.nnodes}; "
-                "start torchtitan_cad.launch on as many, or set --rdzv-conf join_timeout to more seconds"
-            )
-        case RendezvousClosedError():
-            return (
-                f"the rendezvous at {_endpoint(options)} is closed: the job has ended on other nodes; start all of "
-                "them again"
-            )
-    return f"the rendezvous at {_endpoint(options)} has failed: {error}; start all nodes again"
 
 
 def _no_answer(options: Namespace) -> str:

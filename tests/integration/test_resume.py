@@ -43,7 +43,7 @@ def test_torchrun_may_wait_for_ranks_to_end():
     [
         (RendezvousConnectionError, "its host or the link to it is gone"),
         (RendezvousTimeoutError, "--rdzv-conf join_timeout"),
-        (RendezvousClosedError, "start all of them again"),
+        (RendezvousClosedError, "on all of --nnodes="),
     ],
 )
 def test_nodes_that_do_not_meet_are_one_line(error, remedy, torchrun, capsys):

@@ -15,7 +15,6 @@ from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
-    PlannedMicrobatch,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -33,15 +32,13 @@ def random_batch(
     rng: np.random.Generator, config: PlannerConfig = DEFAULTS
 ) -> PlannedBatch:
     """Two microbatches of two nano-batches, with random plans for 3 ranks."""
-    planned = []
-    for _ in range(2):
-        nanos = []
-        for _ in range(2):
-            layout = one_document_a_rank(rng.integers(1, 2000, size=3).tolist())
-            tasks = random_tasks(rng, layout)
-            nanos.append(Plan.from_tasks(layout, SHAPE, config, tasks))
-        planned.append(PlannedMicrobatch([nanos], [nanos]))
-    return PlannedBatch(torch.zeros(2), planned, float(rng.random()), [])
+    plans = []
+    for _ in range(4):
+        layout = one_document_a_rank(rng.integers(1, 2000, size=3).tolist())
+        tasks = random_tasks(rng, layout)
+        plans.append((Plan.from_tasks(layout, SHAPE, config, tasks),))
+    by_key = dict(enumerate(plans))
+    return PlannedBatch(torch.zeros(2), by_key, 2, seconds=float(rng.random()))
 
 
 def figures_of(*batches: PlannedBatch) -> dict[str, Any]:
@@ -86,10 +83,8 @@ def test_figures_are_those_of_the_mean_layer():
         make_plan(one_document_a_rank(lengths), SHAPE)
         for lengths in ([2000, 100], [1000, 1100])
     )
-    planned = PlannedMicrobatch([[first], [other]], [])
-    figures = figures_of(
-        PlannedBatch(torch.zeros(1), [planned], 0.1, [], layers=(1, 3))
-    )
+    planned = PlannedBatch(torch.zeros(1), {0: (first, other)}, layers=(1, 3))
+    figures = figures_of(planned)
     work = [first.stats.mean_load, 3 * other.stats.mean_load]
     for when, name in (("before", "max_over_mean_before"), ("after", "max_over_mean")):
         imbalances = [getattr(plan.stats, name) for plan in (first, other)]

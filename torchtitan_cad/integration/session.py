@@ -334,7 +334,6 @@ class CadSession:
             self.validation.drop(self._validated.popleft())
         rows, seq_len = inputs["input"].shape
         shape = BatchShape(rows, seq_len, self.rows_per_microbatch(rows))
-        self.validation.check_rows(shape.rows_per_microbatch)
         starts = rule.starts(inputs)
         (planned,), _ = self.validation.plan(starts, shape)
         self._validated.append(planned)

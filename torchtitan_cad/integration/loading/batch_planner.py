@@ -108,35 +108,23 @@ class PlannedBatch:
     Attributes:
         keys: int64 [rows] under which the engines find the plan of a row's microbatch, that of nano-batch 0;
             nano-batch 1 has the next number.
-        microbatches: what was planned; in ticks, for every pool.
-        seconds: that planning took.
-        engine_keys: of all plans, in the order of ``by_kind``.
+        by_key: plans of all kinds of attention, by their key: of every microbatch, in ticks of every pool, that of
+            nano-batch 0, then that of nano-batch 1.
+        nano_batches: of every microbatch.
         layers: of every kind of attention.
+        seconds: that planning took.
     """
 
     keys: Tensor
-    microbatches: PlannedMicrobatches = field(repr=False)
-    seconds: float
-    engine_keys: list[int]
+    by_key: dict[int, tuple[Plan, ...]] = field(repr=False)
+    nano_batches: int = 1
     layers: tuple[int, ...] = (1,)
-
-    @property
-    def nano_batches(self) -> int:
-        """Nano-batches of every microbatch."""
-        return len(self.microbatches[0].plans[0])
+    seconds: float = 0.0
 
     @property
     def plans(self) -> list[Plan]:
-        """Plans of the first kind of attention: of every microbatch that of nano-batch 0, then that of nano-batch 1."""
-        return [plans[0] for plans in self.by_kind]
-
-    @property
-    def by_kind(self) -> list[tuple[Plan, ...]]:
-        """For every nano-batch of every microbatch the plans of all kinds of attention."""
-        by_microbatch = (
-            zip(*microbatch.plans, strict=True) for microbatch in self.microbatches
-        )
-        return list(chain.from_iterable(by_microbatch))
+        """Plans of the first kind of attention, in the order of ``by_key``."""
+        return [plans[0] for plans in self.by_key.values()]
 
 
 class Exhausted(Exception):
@@ -207,7 +195,8 @@ class BatchPlanner:
             PlanMismatchError: a peer computed another plan, or a replica other homes.
             Exhausted: a peer has no more data.
         """
-        with self.announced_failure("looking for attention servers"):
+        with self.announced_failure("preparing to plan a batch"):
+            self.check_rows(shape.rows_per_microbatch)
             servers = self.servers.look() if self.servers else []
         own = _Loaded(
             starts,
@@ -263,7 +252,6 @@ class BatchPlanner:
         placed: PlannedMicrobatches | None,
     ) -> PlannedMicrobatches:
         """Return the plans of a batch: those of its homes, or new ones for its ``layouts``, or for all pools."""
-        microbatches = placed
         if self.pools:
             homes = layouts
             if placed is not None:
@@ -272,54 +260,48 @@ class BatchPlanner:
             layouts = [
                 pool_layouts(homes, pool.microbatches, per_stage) for pool in self.pools
             ]
-        if microbatches is None or self.pools:
-            microbatches = plan_step(
-                layouts,
-                self.kinds,
-                self.config,
-                times=self.times,
-                columns=columns,
-                place=False,
-            )
-        servers = self.servers
-        if servers is None:
-            return microbatches
-        return [
-            replace(
-                microbatch,
-                plans=[list(map(servers.assign, nanos)) for nanos in microbatch.plans],
-            )
-            for microbatch in microbatches
-        ]
+        elif placed is not None:
+            return placed
+        return plan_step(
+            layouts,
+            self.kinds,
+            self.config,
+            times=self.times,
+            columns=columns,
+            place=False,
+        )
 
     def _make_executable(
         self, microbatches: PlannedMicrobatches, shape: BatchShape
     ) -> PlannedBatch:
         """Give the engines the plans of a batch, those of a microbatch under a key and the next ones."""
-        keys = []
-        engine_keys = list[int]()
+        first_keys = []
+        by_key: dict[int, tuple[Plan, ...]] = {}
         for microbatch in microbatches:
-            key = next(self.keys)
-            keys.append(key)
-            engine_keys += range(key, key + self.nano_batches)
-            for engine, nanos in zip(self.engines, microbatch.plans, strict=True):
-                for nano, plan in enumerate(nanos):
-                    engine.add_plan(key + nano, plan)
-                    # computed here, beside training, not when they are logged
-                    _ = plan.stats
-        of_microbatches = torch.tensor(keys[: shape.microbatches])
+            first_key = next(self.keys)
+            first_keys.append(first_key)
+            of_nano_batches = zip(*microbatch.plans, strict=True)
+            for key, plans in enumerate(of_nano_batches, first_key):
+                if self.servers is not None:
+                    plans = tuple(map(self.servers.assign, plans))
+                by_key[key] = plans
+        for key, plans in by_key.items():
+            for engine, plan in zip(self.engines, plans, strict=True):
+                engine.add_plan(key, plan)
+                # computed here, beside training, not when they are logged
+                _ = plan.stats
+        of_microbatches = torch.tensor(first_keys[: shape.microbatches])
         return PlannedBatch(
             of_microbatches.repeat_interleave(shape.rows_per_microbatch),
-            microbatches,
-            0.0,
-            engine_keys=engine_keys,
+            by_key,
+            self.nano_batches,
             layers=tuple(kind.layers for kind in self.kinds),
         )
 
     def drop(self, planned: PlannedBatch) -> None:
         """Make the engines forget the plans of a batch that has been trained on."""
         for engine in self.engines:
-            for key in planned.engine_keys:
+            for key in planned.by_key:
                 engine.drop_plan(key)
 
     # Among ranks ------------------------------------------------------------------------------------------------------
@@ -391,7 +373,7 @@ class BatchPlanner:
         """Raise ``PlanMismatchError`` unless all ranks have made the same plans."""
         digest = hashlib.sha256()
         for batch in planned:
-            for plan in chain.from_iterable(batch.by_kind):
+            for plan in chain.from_iterable(batch.by_key.values()):
                 digest.update(plan.fingerprint().encode())
         fingerprints = self._gather(digest.hexdigest())
         differing = [

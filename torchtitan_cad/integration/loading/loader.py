@@ -187,7 +187,6 @@ class PlanningLoader(Stateful):
         with planner.announced_failure("planning a batch"):
             rows, seq_len = batches[0][0]["input"].shape
             shape = BatchShape(rows, seq_len, rows // self.microbatches)
-            planner.check_rows(shape.rows_per_microbatch)
             for number, (inputs, labels) in enumerate(batches):
                 begun = self.documents.starts(inputs)
                 inputs.pop(DOCUMENT_IDS, None)

@@ -17,6 +17,11 @@ OF_MICROBATCH = {
     "tasks_moved": "tasks_moved",
 }
 """Figures that add up a number of the ``PlanStats`` of a microbatch's plans."""
+LOADS = {
+    "before": "loads_before",
+    "after": "loads",
+}
+"""The ranks' work, at home and as planned, in ``PlanStats``."""
 
 
 class StepStatistics:
@@ -46,46 +51,61 @@ class StepStatistics:
         batches = self._batches
         self._batches = []
         figures = {}
-        for name in dict.fromkeys(chain.from_iterable(batches)):
+        names = dict.fromkeys(chain.from_iterable(batches))
+        for name in names:
             values = [batch.get(name, 0.0) for batch in batches]
-            combined = max(values) if name.endswith("_max") else np.mean(values, axis=0)
-            figures[name] = np.asarray(combined).tolist()
+            combine: Any = np.mean
+            if name == "bytes_per_rank_max":
+                combine = np.max
+            combined = combine(values, axis=0)
+            figures[name] = combined.tolist()
         return figures
 
 
 def _figures_of(planned: PlannedBatch) -> dict[str, Any]:
     """Return the figures of a batch, without those that it has not."""
-    by_kind = planned.by_kind
+    by_kind = list(planned.by_key.values())
     layers = planned.layers
     first_kind = planned.plans
-
-    def of_mean_layer(name: str) -> np.ndarray:
-        """[microbatches, nano-batches, ...] numbers of the plans' statistics."""
-        stats = [[getattr(plan.stats, name) for plan in plans] for plans in by_kind]
-        means = np.average(stats, axis=1, weights=layers)
-        return means.reshape(-1, planned.nano_batches, *means.shape[1:])
-
+    tolerances = [plan.config.tolerance for plan in first_kind]
+    most_bytes = _of_mean_layer(planned, "max_rank_bytes")
     figures: dict[str, Any] = {
         "plan_seconds": planned.seconds,
-        "tolerance": np.mean([plan.config.tolerance for plan in first_kind]),
-        "bytes_per_rank_max": of_mean_layer("max_rank_bytes").sum(axis=1).max(),
+        "tolerance": np.mean(tolerances),
+        "bytes_per_rank_max": most_bytes.sum(axis=1).max(),
     }
     for figure, name in OF_MICROBATCH.items():
-        figures[figure] = of_mean_layer(name).sum(axis=1).mean()
+        of_nano_batches = _of_mean_layer(planned, name)
+        figures[figure] = of_nano_batches.sum(axis=1).mean()
     if first_kind[0].config.ranks_per_node is None:
         del figures["bytes_between_hosts"]
-    for when, loads in (("before", "loads_before"), ("after", "loads")):
+    for when, loads in LOADS.items():
         ranked = [_ranked(plans, layers, loads) for plans in by_kind]
-        figures[f"ranked_{when}"] = np.mean(ranked, axis=0)
-        figures[f"imbalance_{when}"] = figures[f"ranked_{when}"][0]
-        figures[f"loads_{when}"] = of_mean_layer(loads).sum(axis=(0, 1))
+        mean_ranked = np.mean(ranked, axis=0)
+        figures[f"ranked_{when}"] = mean_ranked
+        figures[f"imbalance_{when}"] = mean_ranked[0]
+        of_plans = _of_mean_layer(planned, loads)
+        figures[f"loads_{when}"] = of_plans.sum(axis=(0, 1))
     if any(plan.stand_ins for plan in first_kind):
-        shares = [
-            [plan.stand_ins.share if plan.stand_ins else 0.0 for plan in plans]
-            for plans in by_kind
-        ]
-        figures["served_share"] = np.average(shares, axis=1, weights=layers).mean()
+        shares = [list(map(_served_share, plans)) for plans in by_kind]
+        of_mean_layer = np.average(shares, axis=1, weights=layers)
+        figures["served_share"] = of_mean_layer.mean()
     return figures
+
+
+def _of_mean_layer(planned: PlannedBatch, name: str) -> np.ndarray:
+    """[microbatches, nano-batches, ...] numbers of the plans' statistics."""
+    stats = []
+    for plans in planned.by_key.values():
+        of_kinds = [getattr(plan.stats, name) for plan in plans]
+        mean = np.average(of_kinds, axis=0, weights=planned.layers)
+        stats.append(mean)
+    numbers = np.array(stats)
+    return numbers.reshape(-1, planned.nano_batches, *numbers.shape[1:])
+
+
+def _served_share(plan: Plan) -> float:
+    return plan.stand_ins.share if plan.stand_ins else 0.0
 
 
 def _ranked(plans: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndarray:
@@ -96,6 +116,7 @@ def _ranked(plans: Sequence[Plan], layers: Sequence[int], loads: str) -> np.ndar
     work = np.zeros(plans[0].layout.num_ranks)
     mean = 0.0
     for plan, count in zip(plans, layers, strict=True):
-        work += count * np.sort(getattr(plan.stats, loads))[::-1]
+        ascending = np.sort(getattr(plan.stats, loads))
+        work += count * ascending[::-1]
         mean += count * plan.stats.mean_load
     return work / mean if mean else np.ones_like(work)
