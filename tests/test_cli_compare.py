@@ -110,6 +110,10 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path, known
     job = read_simulated_job(
         [f"--job.config_file={JOB}", "--training.seq_len=16384"], 2
     )
+    pairs = 16384 * 16385 // 2 + 8 * (2048 * 2049 // 2)
+    flops = 3 * job.inputs.model.flops(2 * 16384, [pairs]) / 2
+    of_rank = result.rank_flops(job.inputs)["off"]
+    assert of_rank * result.off.step_seconds.sum() == pytest.approx(flops)
     predicted = result.predicted(job)
     if known:  # 14 of 26 parts are attention, of which the longer row's rank has 1.7 or so times the mean
         assert 1.3 < predicted["overall"] < 1.5
@@ -131,8 +135,15 @@ def test_documents_of_rows_end_with_the_end_of_sequence():
 def test_other_documents_without_cad_are_said(same, tmp_path):
     figures = compared(tmp_path, same_documents=same).report()
     assert figures["same_documents"] is same
-    beside = {"places": "CPU cores", "predicted_speedup": None}
+    beside = {
+        "places": "CPU cores",
+        "predicted_speedup": None,
+        "model_flops_per_second_and_rank": {"off": 1e12, "on": 2e12},
+        "peak_flops": 4e12,
+    }
     text = compare.text(figures | beside)
+    assert "1,000.0 -> 2,000.0 GFLOP/s a rank" in text
+    assert "0.250 -> 0.500" in text
     assert ("without CAD attention ends at other places" in text) is not same
 
 
@@ -280,5 +291,6 @@ def test_a_job_is_compared(tmp_path):
     assert 0 < figures["attention_share"] < 1
     assert figures["predicted_speedup"]["overall"] > 1
     for mode in ("off", "on"):
+        assert figures["model_flops_per_second_and_rank"][mode] > 0
         for seconds in figures["rank_seconds"][mode].values():
             assert min(seconds) > 0

@@ -50,6 +50,23 @@ def test_equal_documents_gain_nothing():
     assert slow["cad"].seconds == pytest.approx(slow["packed"].seconds, rel=1e-9)
 
 
+def test_attention_servers_pay_where_links_are_fast():
+    """Ranks and servers share attention in proportion to their speed; on slow links everything stays with the ranks."""
+    servers = cluster().ranks // 2
+    fast = run(lengths=(16384,), servers=servers, server_net=FAST)
+    alone = fast.systems["cad"]
+    served = fast.systems["servers"]
+    saved = alone.seconds - served.seconds
+    attention = alone.part("attention")
+    assert saved == pytest.approx(attention / 3, rel=0.15)
+    assert served.part("attention") == pytest.approx(attention - saved, rel=1e-6)
+    assert " pay: " in fast.table()
+    slow = run(lengths=(16384,), servers=servers, server_net=1e6)
+    assert slow.systems["servers"].seconds == slow.systems["cad"].seconds
+    assert "do not pay" in slow.table()
+    assert "servers" not in run(lengths=(16384,)).systems
+
+
 def test_one_document_per_rank_is_packed_as_the_longest_and_perfect_as_the_mean():
     rows = [np.array([first, 16384 - first]) for first in (16384 - 128, 8192)] * 4
     home = cad(Batch(tuple(rows), 16384), planner="home")

@@ -58,6 +58,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**62),
     "latency": (0, 1),
     "tolerance": (0, 1e30),
+    "server_speed": (1e-3, 1e3),
 }
 """Least and most of numbers; of other whole ones 1 and ``MAX_TOKENS``, of others ``RATES``."""
 RATES = (1e5, 1e30)
@@ -115,6 +116,12 @@ class Options:
     """Seconds of one exchange without bytes, by default 20e-6."""
     memory: float | None = None
     """Bytes of a GPU that a job can fill, by default 76.5e9."""
+    servers: int | None = None
+    """Attention servers that join the job (cad.servers), by default none; CAD is simulated with and without them."""
+    server_speed: float | None = None
+    """Speed of a server's attention, of a GPU's, by default 1."""
+    server_net: float | None = None
+    """Bytes per second of a server's link, by default 50e9."""
     fsdp: bool | None = None
     """Parameters are sharded as by FSDP2 (True), or the optimizer's state alone (False)."""
     linear_flops: float | None = None

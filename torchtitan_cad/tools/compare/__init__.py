@@ -79,9 +79,18 @@ def run(
         "job": str(job),
         "overrides": list(overrides),
         "places": places,
-        "predicted_speedup": _predicted(result, simulated),
+        "predicted_speedup": None,
+        "model_flops_per_second_and_rank": None,
+        "peak_flops": _peak_flops(),
         **result.report(),
     }
+    load_planner(placement=True)
+    try:
+        figures["predicted_speedup"] = result.predicted(simulated)
+        model_flops = result.rank_flops(simulated.inputs)
+        figures["model_flops_per_second_and_rank"] = model_flops
+    except ValueError as error:  # rows that differ in length
+        print(f"no prediction: {error}")
     print(text(figures))
     write_json(output / "compare.json", figures)
 
@@ -91,14 +100,15 @@ def _require(option: str, value: int, least: int) -> None:
         raise ValueError(f"{option} {value}: set {least} or more")
 
 
-def _predicted(result: Any, simulated: Any) -> dict[str, float] | None:
-    """Return the simulated speed-up; None where rows differ in length, or the simulation fails else."""
-    load_planner(placement=True)
-    try:
-        return result.predicted(simulated)
-    except ValueError as error:
-        print(f"no prediction: {error}")
+def _peak_flops() -> float | None:
+    """Return torchtitan's figure for this GPU; None on CPU ranks."""
+    import torch
+
+    if not torch.cuda.is_available():
         return None
+    from torchtitan.tools.utils import get_peak_flops
+
+    return get_peak_flops(torch.cuda.get_device_name(0))
 
 
 def _places(nproc: int | None) -> tuple[int, str]:
@@ -145,6 +155,15 @@ def text(figures: dict[str, Any]) -> str:
         f"  with CAD           {speeds['on']}",
         f"  speed-up           {gain['overall']:12.2f} x ({half})",
     ]
+    model_flops = figures["model_flops_per_second_and_rank"]
+    if model_flops is not None:
+        work = [f"{flops / 1e9:,.1f}" for flops in model_flops.values()]
+        lines.append(f"  model FLOP/s       {' -> '.join(work)} GFLOP/s a rank")
+        if figures["peak_flops"] is not None:
+            mfu = [
+                f"{flops / figures['peak_flops']:.3f}" for flops in model_flops.values()
+            ]
+            lines.append(f"  mfu                {' -> '.join(mfu)}")
     predicted = figures["predicted_speedup"]
     if predicted is not None:
         spread = f"steps from {predicted['least']:.2f} to {predicted['most']:.2f}"

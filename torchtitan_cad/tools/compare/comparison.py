@@ -19,8 +19,10 @@ import numpy as np
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.tools.compare import measured
 from torchtitan_cad.tools.simulated_job import SimulatedJob
+from torchtitan_cad.tools.simulation.batches import draw_batches
 from torchtitan_cad.tools.simulation.inputs import Documents, Inputs, Rates
 from torchtitan_cad.tools.simulation.search import Search, Trial
+from torchtitan_cad.tools.simulation.systems import mean_flops
 
 MODES = ("off", "on")
 FORCED = (
@@ -199,6 +201,15 @@ class Comparison:
             "reordering_alone": packed.seconds / reorder.seconds,
         }
         return spread and gains | {"least": spread["min"], "most": spread["max"]}
+
+    def rank_flops(self, inputs: Inputs) -> dict[str, float]:
+        """Return the model FLOP/s of a rank in both modes, by the loaded documents' own pairs."""
+        batches = draw_batches(self.off._documents(inputs))
+        of_rank = mean_flops(inputs.model, batches) / inputs.cluster.ranks
+        return {
+            "off": float(of_rank / self.off.step_seconds.mean()),
+            "on": float(of_rank / self.on.step_seconds.mean()),
+        }
 
     def report(self) -> dict[str, Any]:
         """Return all figures, for JSON."""

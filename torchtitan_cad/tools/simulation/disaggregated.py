@@ -15,8 +15,14 @@ from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts, pool_layouts
 from torchtitan_cad.planning.model.limits import server_loads
+from torchtitan_cad.planning.model.tasks import HOME
 from torchtitan_cad.planning.pipeline.one_f_one_b import one_f_one_b
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
+from torchtitan_cad.planning.servers import (
+    DIRECTIONS,
+    JoinedServer,
+    assign_to_servers,
+)
 from torchtitan_cad.tools.simulation.memory import (
     in_flight,
     kept_bytes,
@@ -35,9 +41,14 @@ Plans = dict[PoolKey, list[list[Plan]]]
 
 
 class Disaggregated:
-    """A step with CAD."""
+    """A step with CAD.
 
-    def __init__(self, step: Step) -> None:
+    Args:
+        with_servers: whether the cluster's attention servers take part.
+    """
+
+    def __init__(self, step: Step, *, with_servers: bool = False) -> None:
+        self._with_servers = with_servers
         self.step = step
         self.configuration = step.configuration
         self._plans: Plans = {}
@@ -144,6 +155,10 @@ class Disaggregated:
         alone = self.seconds(False)
         full = self.seconds(True)
         parts = even.unbalanced(balanced - ideal)
+        if self._with_servers:  # what they compute, ranks do not
+            served = even.bubble - parts.bubble
+            attention = parts.attention - served
+            parts = replace(parts, attention=attention, bubble=even.bubble)
         num_bytes = self._exchanged_bytes()
         if num_bytes:  # otherwise FSDP2's waits are those of a step without CAD
             parts = replace(
@@ -267,11 +282,39 @@ class Disaggregated:
     def _nano(self, plan: Plan, forward: bool, exchange: bool) -> Nano:
         loads = server_loads(plan.tasks, plan.cost, plan.layout.num_ranks)
         attention = self.step.costs.attention_seconds(loads, forward)
+        if self._with_servers:
+            attention = self._attention_with_servers(plan, forward)
         share = plan.layout.queries_per_rank / self.step.tokens
         if not exchange or not plan.moves_rows:
             return Nano(attention, share)
         keep = plan.most_rows.are_kept(plan.shape, self._kept_per_call)
         return Nano(attention, share, *self.step.costs.transfers(plan, forward, keep))
+
+    def _attention_with_servers(self, plan: Plan, forward: bool) -> FloatArray:
+        """Seconds, [ranks], until a rank has computed its tasks and has what joined servers compute for it."""
+        costs = self.step.costs
+        cluster = costs.cluster
+        ranks = plan.layout.num_ranks
+        joined = [
+            JoinedServer(number, cluster.server_speed, cluster.server_net)
+            for number in range(cluster.servers)
+        ]
+        groups = cluster.tp * (1 if self._in_ticks else self.step.pp)
+        unit = costs.layer_times(ranks, False, 0.0).unit
+        plan = assign_to_servers(plan, joined, unit, 1 / groups)
+        stand_ins = plan.stand_ins
+        tasks = (
+            plan.tasks if stand_ins is None else plan.tasks[stand_ins.server == HOME]
+        )
+        loads = server_loads(tasks, plan.cost, ranks)
+        seconds = costs.attention_seconds(loads, forward)
+        if stand_ins is None:
+            return seconds
+        share = 1 / DIRECTIONS if forward else 1 - 1 / DIRECTIONS
+        for number, both_passes in stand_ins.seconds.items():
+            waiting = plan.tasks["server"][stand_ins.server == number]
+            seconds[waiting] = np.maximum(seconds[waiting], share * both_passes)
+        return seconds
 
     def _max_over_mean(self) -> float:
         """Attention forward of the slowest rank over the mean rank's, of all layers; the mean over halves and pools."""

@@ -159,6 +159,10 @@ class Cluster:
     fsdp: bool = True
     replicas: int = 1
     """Data-parallel ranks between which nothing is sharded (HSDP)."""
+    servers: int = 0
+    """Attention servers that have joined the job (cad.servers)."""
+    server_speed: float = 1.0
+    server_net: float = 50e9
 
     @property
     def is_large(self) -> bool:

@@ -174,7 +174,7 @@ class Search:
             if outcome is None:
                 return Trial(configuration, reason="its tokens do not fit the memory")
         else:
-            cad = Disaggregated(step)
+            cad = Disaggregated(step, with_servers=system == "servers")
             memory = cad.memory().total  # without what plans take
             outcome = cad.outcome() if memory <= self.cluster.memory else None
         most = max(before.memory, memory, outcome.memory.total if outcome else 0.0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_cad.planning.text import aligned
-from torchtitan_cad.tools.simulation.inputs import DIVISION, Cluster, Inputs
+from torchtitan_cad.tools.simulation.batches import Batch
+from torchtitan_cad.tools.simulation.inputs import DIVISION, Cluster, Inputs, Model
 from torchtitan_cad.tools.simulation.search import Progress, Search, Trial
 from torchtitan_cad.tools.simulation.step import Parts
 
@@ -23,6 +25,8 @@ SYSTEMS = {
 }
 """Systems, with the fields of a configuration that each chooses."""
 BASELINES = ("packed", "reorder", "packing_cp", "dynamic_cp")
+SERVERS_PAY_FROM = 1.01
+"""speed with attention servers over that without, from which they pay"""
 PARTS = tuple(Parts.__annotations__)
 COLUMNS = ("max/mean", "tokens/s/GPU", "mfu", "of perfect", "GB", "configuration")
 """of the table, behind the parts of a step"""
@@ -30,7 +34,7 @@ COLUMNS = ("max/mean", "tokens/s/GPU", "mfu", "of perfect", "GB", "configuration
 
 @dataclass(frozen=True)
 class Report:
-    """The systems of ``SYSTEMS`` on the same batches, in this order."""
+    """The systems of ``SYSTEMS`` on the same batches, in this order; and ``servers``, if the cluster has any."""
 
     cluster: Cluster
     step_tokens: int
@@ -48,7 +52,7 @@ class Report:
         chosen = self.systems[name].configuration
         return {
             key: getattr(chosen, key)
-            for key in SYSTEMS[name]
+            for key in SYSTEMS["cad" if name == "servers" else name]
             if key != "schedule" or chosen.pp > 1
         }
 
@@ -98,7 +102,13 @@ class Report:
             else:
                 rows.append([name, *["-"] * (len(header) - 2), system["reason"]])
         table = aligned(rows, (0, len(header) - 1))
-        return "\n".join([table, *self._speedups(systems["cad"])])
+        lines = [table, *self._speedups(systems["cad"])]
+        if "servers" in self.systems:
+            gain = self.systems["servers"].over(self.systems["cad"])
+            ratio = gain["mean"] if gain else math.nan
+            word = "pay" if ratio >= SERVERS_PAY_FROM else "do not pay"
+            lines.append(f"attention servers {word}: {ratio:.3f} times as fast as cad")
+        return "\n".join(lines)
 
     def _speedups(self, figures: dict[str, Any]) -> list[str]:
         """Return a line with the speed of ``cad`` over every baseline that fits; none if it does not fit itself."""
@@ -160,17 +170,23 @@ def simulate(inputs: Inputs, progress: Progress = lambda text: None) -> Report:
         best = replace(at_home.configuration, placement=asked.placement)
         candidates = [best] if at_home.fits else candidates
     found["cad"] = search.placed(candidates)
+    if cluster.servers:
+        found["servers"] = search.run("servers", found["cad"].configuration)
     found["perfect"] = search.fastest("perfect", search.candidates("perfect"))
-    kinds = inputs.model.kinds(1)
-    tokens = search.batches[0].tokens
-    flops = [
-        inputs.model.flops(tokens, [batch.pairs(kind) for kind in kinds])
-        for batch in search.batches
-    ]
     return Report(
         cluster,
-        tokens,
-        step_flops=statistics.fmean(flops),
+        search.batches[0].tokens,
+        step_flops=mean_flops(inputs.model, search.batches),
         peak_flops=inputs.rates.peak_flops,
         systems=found,
     )
+
+
+def mean_flops(model: Model, batches: Sequence[Batch]) -> float:
+    """Return the model FLOPs of the mean batch."""
+    kinds = model.kinds(1)
+    flops = [
+        model.flops(batch.tokens, [batch.pairs(kind) for kind in kinds])
+        for batch in batches
+    ]
+    return statistics.fmean(flops)
