@@ -58,7 +58,8 @@ def plan_greedy(
     limits = load_limits(layout, config, cost, search.loads)
     for step in range(LEVELS + 1):
         rise = (limits.guaranteed - limits.tolerated) * step // LEVELS
-        search.fill(limits.tolerated + rise)
+        level = limits.tolerated + rise
+        search.fill(np.full(layout.num_ranks, level))
     items = search.items[: search.count]
     items[:, KV_END] = items[:, Q_END]
     return from_table(layout.docs, items)

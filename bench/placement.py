@@ -103,7 +103,7 @@ def free_homes_bound(plan: Plan) -> float:
     lengths, ranks = plan.layout.doc_lengths.astype(float), plan.layout.num_ranks
     held = float(plan.layout.tokens_per_rank.max())
     needed = float((lengths * np.maximum(0.0, lengths - held)).sum() / 2)
-    most = min(needed, float(plan.cost.max_pairs(int(plan.stats.load_limits.max()))))
+    most = min(needed, float(plan.cost.max_pairs(plan.stats.load_limit)))
     if most <= 0:
         return 0.0
     c_q, c_kv = plan.shape.query_bytes, plan.shape.kv_bytes

@@ -36,11 +36,11 @@ class PlanStats:
     max_over_mean_before: float
     """``max_over_mean`` of the home plan."""
     guaranteed_over_mean: float
-    """``max_over_mean`` of the guaranteed maximum loads (see ``limits.py``)."""
+    """``max_over_mean`` of the guaranteed maximum load (see ``limits.py``)."""
     mean_load: float
     """Total load of the home plan over the number of ranks."""
-    load_limits: IntArray
-    """[num_ranks] the guaranteed maximum load of each server."""
+    load_limit: int
+    """The guaranteed maximum load of a server."""
     loads: IntArray
     """[num_ranks] load of each server."""
     loads_before: IntArray
@@ -73,7 +73,7 @@ class PlanStats:
 
     @property
     def lower_bound_bytes(self) -> int:
-        """Lower bound on ``total_bytes`` of any plan with loads within ``load_limits`` or, if larger, within what the
+        """Lower bound on ``total_bytes`` of any plan with loads within ``load_limit`` or, if larger, within what the
         ranks can do in this plan's time."""
         return self.bound()
 
@@ -111,11 +111,11 @@ def compute_stats(
     )
     total = int(traffic.bytes_in.sum())
     return PlanStats(
-        max_over_mean=limits.over_mean(loads),
-        max_over_mean_before=limits.over_mean(loads_before),
-        mean_load=limits.total / layout.num_ranks,
+        max_over_mean=limits.over_mean(int(loads.max())),
+        max_over_mean_before=limits.over_mean(int(loads_before.max())),
+        mean_load=limits.mean,
         guaranteed_over_mean=limits.over_mean(limits.guaranteed),
-        load_limits=limits.guaranteed,
+        load_limit=limits.guaranteed,
         loads=loads,
         loads_before=loads_before,
         total_bytes=total,
@@ -134,7 +134,13 @@ def compute_stats(
         plan_seconds=plan_seconds,
         bound=cache(
             lambda: lower_bound(
-                layout, shape, _max_pairs(layout, cost, limits.with_busiest(loads))
+                layout,
+                shape,
+                _max_pairs(
+                    layout,
+                    cost,
+                    np.maximum(limits.guaranteed, loads.max(keepdims=True)),
+                ),
             )
         ),
     )

@@ -40,24 +40,18 @@ class LoadLimits:
     """Load limits in the cost model's units. ``tolerated <= guaranteed``.
 
     Attributes:
-        total: cost of the home plan.
-        shard: cost of a shard, see the module's docstring.
-        tolerated: int64 [num_ranks] floor((1 + tolerance) * mean), alike for all.
-        guaranteed: int64 [num_ranks] floor(max((1 + tolerance) * mean, mean + shard)), alike for all.
+        mean: of the ranks' loads in the home plan.
+        tolerated: floor((1 + tolerance) * mean).
+        guaranteed: floor(max((1 + tolerance) * mean, mean + shard)).
     """
 
-    total: int
-    shard: int
-    tolerated: IntArray
-    guaranteed: IntArray
+    mean: float
+    tolerated: int
+    guaranteed: int
 
-    def over_mean(self, loads: IntArray) -> float:
-        """Return the largest of ``loads`` [num_ranks] over the mean; 1.0 without any load."""
-        return float(loads.max()) / (self.total / len(loads)) if self.total else 1.0
-
-    def with_busiest(self, loads: IntArray) -> IntArray:
-        """Return int64 [num_ranks]: the guaranteed load, or the largest of ``loads`` [num_ranks] if larger."""
-        return np.maximum(self.guaranteed, loads.max())
+    def over_mean(self, load: int) -> float:
+        """Return the load over the mean; 1.0 without any load."""
+        return load / self.mean if self.mean else 1.0
 
 
 def shard_cost(layout: TokenLayout, config: PlannerConfig, cost: TileAreaCost) -> int:
@@ -75,17 +69,10 @@ def load_limits(
     layout: TokenLayout, config: PlannerConfig, cost: TileAreaCost, loads: IntArray
 ) -> LoadLimits:
     """Return the limits for a layout, given the loads [num_ranks] of its home plan."""
-    total = int(loads.sum())
-    mean = Fraction(total, layout.num_ranks)
-    shard = shard_cost(layout, config, cost)
+    mean = Fraction(int(loads.sum()), layout.num_ranks)
     tolerated = min(LARGEST, int((1 + Fraction(config.tolerance)) * mean))
-    guaranteed = max(tolerated, int(mean + shard))
-    return LoadLimits(
-        total,
-        shard,
-        tolerated=np.full(layout.num_ranks, tolerated),
-        guaranteed=np.full(layout.num_ranks, guaranteed),
-    )
+    guaranteed = int(mean + shard_cost(layout, config, cost))
+    return LoadLimits(float(mean), tolerated, max(tolerated, guaranteed))
 
 
 def server_loads(tasks: TaskArray, cost: TileAreaCost, num_ranks: int) -> IntArray:

@@ -9,7 +9,7 @@ from torchtitan_cad.planning.exchange.traffic import BETWEEN_NODES, node_of_rank
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit, jit_inner
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import LARGEST, TileAreaCost
+from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import SERVER, TASK_COLUMNS
@@ -40,9 +40,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
 from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, CUTS_OF_ROWS
 from torchtitan_cad.planning.planners.local_search.feasible import make_feasible
 from torchtitan_cad.planning.planners.local_search.polish import polish
-
-PATIENCE = 6000
-"""moves: maximum evaluated per rank to bring a plan within the tolerated loads."""
 
 
 @jit_inner
@@ -120,8 +117,10 @@ class LocalSearch:
         self,
         start: IntArray,
         loads: IntArray,
-        limits: IntArray,
-        guaranteed: IntArray,
+        limit: int,
+        *,
+        guaranteed: int,
+        patience: int,
         budget: int,
     ) -> tuple[IntArray, IntArray] | None:
         """Return tasks [n, TASK_COLUMNS] within the guaranteed loads, and [2, num_ranks] bytes in and out, or None.
@@ -129,15 +128,14 @@ class LocalSearch:
         Args:
             start: int64 [n, TASK_COLUMNS] tasks to begin with.
             loads: int64 [num_ranks] loads of all other documents.
-            limits: int64 [num_ranks] loads to stay within if possible.
-            guaranteed: int64 [num_ranks] loads never to exceed; if ``limits`` itself, with as many moves as it takes.
-            budget: moves evaluated for fewer bytes.
+            limit: load of a rank to stay within if possible.
+            guaranteed: load never to exceed.
+            patience: most moves evaluated to get within the limit.
+            budget: most moves evaluated for fewer bytes.
         """
-        n = len(loads)
         size = 2 * len(start) + 16 * len(loads) + 64
-        patience = LARGEST if limits is guaranteed else PATIENCE * n
         while True:
-            board = self._board(size, limits)
+            board = self._board(size, limit)
             _search(
                 board,
                 np.ascontiguousarray(start),
@@ -154,9 +152,9 @@ class LocalSearch:
         by_rank = board.ranks[:, [BYTES_IN, BYTES_OUT]].T.copy()
         return board.pieces[: board.counts[PIECES], :TASK_COLUMNS], by_rank
 
-    def _board(self, size: int, limits: IntArray) -> Board:
-        ranks = np.zeros((len(limits), RANK_COLUMNS), dtype=np.int64)
-        ranks[:, LIMIT] = limits
+    def _board(self, size: int, limit: int) -> Board:
+        ranks = np.zeros((len(self._node), RANK_COLUMNS), dtype=np.int64)
+        ranks[:, LIMIT] = limit
         ranks[:, NODE] = self._node
         counts = np.zeros(5, dtype=np.int64)
         counts[CUTS] = self._cuts

@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import BoolArray, IntArray, sum_by_index
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import TileAreaCost
+from torchtitan_cad.planning.model.cost import LARGEST, TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.limits import load_limits
 from torchtitan_cad.planning.model.shape import AttentionShape
@@ -29,7 +29,10 @@ from torchtitan_cad.planning.planners.base import register_planner
 from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 
 SHORT = 20
-"""A document on one rank stays at home if it costs less than the mean limit / SHORT."""
+"""A document on one rank stays at home if it costs less than the limit / SHORT."""
+
+PATIENCE = 6000
+"""moves: maximum evaluated per rank to bring a plan within the tolerated loads."""
 
 MOVES = 8000
 MOVES_PER_RANK = 12
@@ -71,7 +74,7 @@ def search(
     budget = 0 if is_balanced else int(moves * effort)
 
     def improved(
-        chosen: BoolArray, options: PlannerConfig, target: IntArray
+        chosen: BoolArray, options: PlannerConfig, target: int, patience: int
     ) -> Searched | None:
         """Search among the tasks of the ``chosen`` documents, while others stay at home."""
         docs = np.flatnonzero(chosen)
@@ -82,7 +85,12 @@ def search(
         rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
         local_search = LocalSearch(layout, shape, options, cost, docs)
         found = local_search.improve(
-            start, rest_loads, target, limits.guaranteed, budget
+            start,
+            rest_loads,
+            target,
+            guaranteed=limits.guaranteed,
+            patience=patience,
+            budget=budget,
         )
         if found is None:
             return None
@@ -91,20 +99,20 @@ def search(
             [rest, from_table(layout.docs[docs], tasks)]
         )
 
-    chosen = _may_move(table, costs, len(layout.docs), limits=limits.tolerated)
-    plan = improved(chosen, config, limits.tolerated)
+    chosen = _may_move(table, costs, len(layout.docs), limit=limits.tolerated)
+    patience = PATIENCE * layout.num_ranks
+    plan = improved(chosen, config, limits.tolerated, patience=patience)
     # with cuts along the queries alone a plan always exists: ``limits.py``
     if plan is None:
         options = replace(config, split_kv=False)
-        plan = improved(np.ones_like(chosen), options, limits.guaranteed)
+        every = np.ones_like(chosen)
+        plan = improved(every, options, limits.guaranteed, patience=LARGEST)
     assert plan is not None
     return plan
 
 
-def _may_move(
-    table: IntArray, costs: IntArray, num_docs: int, limits: IntArray
-) -> BoolArray:
+def _may_move(table: IntArray, costs: IntArray, num_docs: int, limit: int) -> BoolArray:
     """Return [num_docs] whether a document is large, or on several ranks, so that the search may move parts of it."""
-    is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= limits.mean()
+    is_large = sum_by_index(table[:, DOC], costs, num_docs) * SHORT >= limit
     is_spread = np.bincount(table[:, DOC], minlength=num_docs) > 1
     return is_large | is_spread
