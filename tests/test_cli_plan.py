@@ -12,6 +12,7 @@ import pytest
 
 import torchtitan_cad
 from tests.lib.plans import written_plan
+from tests.lib.validate import validate_plan
 from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
 from torchtitan_cad.tools.main import USER_ERROR, main, separate_overrides
@@ -47,9 +48,10 @@ def plan(layout_file, tmp_path):
 
     def run(*options: str) -> Plan:
         output = tmp_path / "plan.json"
-        written = [f"--output={output}", "--validate"]
-        assert main(["plan", layout_file, *options, *written]) == 0
-        return written_plan(output.read_text())
+        assert main(["plan", layout_file, *options, f"--output={output}"]) == 0
+        found = written_plan(output.read_text())
+        validate_plan(found)
+        return found
 
     return run
 

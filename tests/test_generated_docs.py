@@ -77,7 +77,7 @@ def test_draw_a_plan(tmp_path, output_of):
 
 
 def test_plan_a_layout_file(capsys):
-    assert main(["plan", str(EXAMPLES / "layout.json"), "--validate"]) == 0
+    assert main(["plan", str(EXAMPLES / "layout.json")]) == 0
     printed = capsys.readouterr().out
     assert "4, 7, 131072" in printed
     before, after = re.findall(r"load max/mean(?: before)? +([\d.]+)", printed)

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tests.lib.validate import PlanError, validate_plan
 from torchtitan_cad.planning import (
     CallTable,
     Plan,
-    PlanError,
     RankExchange,
     TokenLayout,
-    validate_plan,
 )
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.tables import RowExchange

@@ -8,13 +8,13 @@ import pytest
 from tests.lib.layouts import LLAMA
 from tests.lib.plans import written_plan
 from tests.lib.refusals import refusal
+from tests.lib.validate import validate_plan
 from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
     PlannerConfig,
     TokenLayout,
     make_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.model.layout import MAX_RANKS, MAX_TOKENS, stack
 from torchtitan_cad.planning.model.tasks import make_tasks

@@ -13,13 +13,12 @@ from tests.lib.plans import random_tasks
 from tests.lib.reference import check_exchanges, check_json, covers_exactly
 from tests.lib.refusals import refusal
 from tests.lib.tables import check_plan, check_stats, validate_exchanges
+from tests.lib.validate import PlanError, validate_plan
 from torchtitan_cad.planning import (
     Plan,
-    PlanError,
     PlannerConfig,
     TokenLayout,
     make_plan,
-    validate_plan,
 )
 from torchtitan_cad.planning.model.tasks import (
     TASK_FIELDS,

@@ -24,7 +24,6 @@ from torchtitan_cad.planning.planners import (
 )
 from torchtitan_cad.planning.stats import PlanStats
 from torchtitan_cad.planning.timed import LayerTimes
-from torchtitan_cad.planning.validate import PlanError, validate_plan
 
 __all__ = [
     "TASK_DTYPE",
@@ -33,7 +32,6 @@ __all__ = [
     "CallTable",
     "LayerTimes",
     "Plan",
-    "PlanError",
     "PlanStats",
     "PlannedMicrobatch",
     "Planner",
@@ -47,6 +45,5 @@ __all__ = [
     "plan_step",
     "planner_names",
     "register_planner",
-    "validate_plan",
     "warm_up",
 ]

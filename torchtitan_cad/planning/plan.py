@@ -80,7 +80,7 @@ class Plan:
         tasks: TaskArray,
         begin: float | None = None,
     ) -> Plan:
-        """Make a plan of tasks in any order; ``validate_plan`` checks it.
+        """Make a plan of tasks in any order, whose cover is not checked.
 
         ``plan_seconds`` counts from ``begin``, a ``time.perf_counter()``, by default now.
 

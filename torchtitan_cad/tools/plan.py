@@ -12,7 +12,6 @@ from torchtitan_cad.planning import (
     make_plan,
     place_and_plan,
     planner_names,
-    validate_plan,
 )
 from torchtitan_cad.planning.serialize import read_layout
 from torchtitan_cad.planning.text import printable
@@ -32,7 +31,6 @@ def run(
     *,
     config: PlannerConfig = DEFAULTS,
     place: bool = False,
-    validate: bool = False,
 ) -> None:
     """Plan core attention for a layout and print what the plan achieves.
 
@@ -41,7 +39,6 @@ def run(
             length}, ...], ...]}, one list of segments per rank.
         output: Write the plan to this JSON file: {"tasks": [...], "stats": {...}, ...}.
         place: Deal the tokens to ranks anew first, as many to each, so that the busiest moves fewer bytes.
-        validate: Prove the plan right before writing it.
     """
     if config.planner not in planner_names():
         raise ValueError(
@@ -58,8 +55,6 @@ def run(
             given_plan = None
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error
-    if validate:
-        validate_plan(plan)
     if output is not None:
         output.write_text(plan.to_json() + "\n")
         say_written(output)

@@ -14,7 +14,7 @@ from torchtitan_cad.planning.model.tasks import TaskArray
 
 
 class Planner(Protocol):
-    """Turns a layout into tasks that cover every causal pair exactly once (see ``validate.py``).
+    """Turns a layout into tasks that cover every causal pair exactly once.
 
     The result must be a function of the arguments alone, to the bit, on every rank: no clocks, no hash order, no
     floating-point sums whose order may vary. ``make_plan`` sorts it. Planners other than ``home`` keep every load

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchtitan_cad.planning import TASK_DTYPE, Plan, TokenLayout
 from torchtitan_cad.planning.intervals import (
     IntArray,
     begins_group,
     split_at,
 )
-from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.tasks import (
-    TASK_DTYPE,
     TaskArray,
     first_keys,
     is_diagonal,
 )
-from torchtitan_cad.planning.plan import Plan
 
 
 class PlanError(ValueError):
