@@ -62,10 +62,10 @@ FAULTS = [
         ),
     ),
     Fault(
-        "exchange: the offset at a server counts the rank's own rows",
+        "exchange: the offset at a server counts the server's own rows",
         "planning/exchange/needs.py",
-        "lower = self.run_home < rank",
-        "lower = self.run_home <= rank",
+        "lower_homes = self.travels & (self.home < rank)",
+        "lower_homes = self.home < rank",
         ("planning/test_validate.py",),
     ),
     Fault(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parts of the exchange: the order of ranks, chunks that fit into buffers, and calls of bounded size.
+"""Parts of the exchange: chunks that fit into buffers, and calls of bounded size.
 
 That the tables built of them carry out plans is in test_validate.py and test_properties.py.
 """

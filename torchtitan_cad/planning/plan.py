@@ -20,8 +20,6 @@ from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import (
     RowNeeds,
     key_needs,
-    offsets_by_rank,
-    order_by_rank,
     query_needs,
 )
 from torchtitan_cad.planning.exchange.tables import (
@@ -127,13 +125,6 @@ class Plan:
         """Key rows each server uses."""
         return key_needs(self.layout, self.tasks)
 
-    @cached_property
-    def _by_server(self) -> tuple[IntArray, IntArray]:
-        """Indices of tasks by server, then in canonical order, and [num_ranks + 1] offsets of the servers."""
-        server = self.tasks["server"]
-        num_ranks = self.layout.num_ranks
-        return order_by_rank(server, num_ranks), offsets_by_rank(server, num_ranks)
-
     @property
     def moves_rows(self) -> bool:
         """Tell whether any rank receives rows."""
@@ -157,8 +148,7 @@ class Plan:
         """
         if not 0 <= rank < self.layout.num_ranks:
             raise ValueError(f"rank {rank} is not in [0, {self.layout.num_ranks})")
-        order, offsets = self._by_server
-        own = order[offsets[rank] : offsets[rank + 1]]
+        own = self.tasks["server"] == rank
         stand_ins = self.stand_ins
         if stand_ins is not None:
             stand_ins = replace(stand_ins, server=stand_ins.server[own])

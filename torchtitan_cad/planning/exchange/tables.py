@@ -2,7 +2,7 @@
 """Exchange tables: what one rank sends, receives and computes for a plan.
 
 The classes below say the format, docs/how_it_works.md what it is for. Building the tables of one rank takes time
-proportional to its rows, tasks and peers, and to the intervals of the plan's needs (``needs.py``).
+proportional to its rows and tasks, and to the pieces of the plan's needs (``needs.py``).
 
 NOTE [Row spaces]: the ways in which the rows of one kind, queries or keys, are numbered.
 
@@ -242,16 +242,16 @@ def build_exchange(
 
 
 def _row_exchange(needs: RowNeeds, rank: int, space: _RowSpace) -> RowExchange:
-    sent = needs.sent_by(rank)
-    length = sent.end - sent.start
-    send_counts = sum_by_index(sent.peer, length, needs.num_ranks)
+    sent = needs.travels & (needs.home == rank)
+    length = needs.length[sent]
+    send_counts = sum_by_index(needs.server[sent], length, needs.num_ranks)
     return RowExchange(
         num_local=space.num_local,
-        send_rows=concat_ranges(sent.row, length),
+        send_rows=concat_ranges(needs.row[sent], length),
         send_counts=send_counts,
         recv_counts=space.recv_counts,
-        put_offsets=needs.put_offsets(rank, np.flatnonzero(send_counts)),
-        return_offsets=needs.return_offsets(rank, np.flatnonzero(space.recv_counts)),
+        put_offsets=np.where(send_counts, needs.put_offsets(rank), 0),
+        return_offsets=np.where(space.recv_counts, needs.return_offsets(rank), 0),
     )
 
 
@@ -286,10 +286,13 @@ class _RowSpace:
     """Maps global positions to row-space indices on one server."""
 
     def __init__(self, needs: RowNeeds, rank: int, num_local: int) -> None:
-        self.num_local = num_local
-        home, self._start, end, self._index = needs.used_by(rank)
-        length = end - self._start
+        used = needs.server == rank
+        home = needs.home[used]
+        length = needs.length[used]
         remote = np.flatnonzero(home != rank)
+        self.num_local = num_local
+        self._start = needs.start[used]
+        self._index = needs.row[used]
         arrival = remote[np.argsort(home[remote], kind="stable")]
         self._index[arrival] = num_local + exclusive_cumsum(length[arrival])[:-1]
         self.recv_counts = sum_by_index(home[remote], length[remote], needs.num_ranks)
