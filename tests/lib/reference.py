@@ -106,10 +106,10 @@ def check_exchanges(plan: Plan) -> None:
     kv_spaces, kv_volume = run_exchange(local, [e.keys for e in exchanges])
     node = np.arange(len(ranks)) // 2
     for needs, sent in ((plan.query_needs, q_volume), (plan.key_needs, kv_volume)):
-        inside = np.where(node[:, None] == node, sent, 0)
+        between = np.where(node[:, None] != node, sent, 0)
         for found, rows in (
-            ((needs.rows_in, needs.rows_out), sent),
-            (needs.rows_inside(node), inside),
+            (needs.rows, sent),
+            (needs.rows_between(node), between),
         ):
             np.testing.assert_equal(found, (rows.sum(axis=0), rows.sum(axis=1)))
     moved = 0

@@ -147,9 +147,8 @@ def test_halves_at_home_wait_for_each_other_only_at_their_end():
 
 def test_bytes_between_hosts_take_the_time_of_that_link():
     host = np.arange(8) // 4
-    query_rows, key_rows = rows_moved(PLAN)
-    far_queries = query_rows - np.stack(PLAN.query_needs.rows_inside(host))
-    far_keys = key_rows - np.stack(PLAN.key_needs.rows_inside(host))
+    far_queries = PLAN.query_needs.rows_between(host)
+    far_keys = PLAN.key_needs.rows_between(host)
     num_bytes = far_queries * QUERY_BYTES + far_keys * KEY_BYTES
     apart = replace(SLOW, bytes_per_second=1e15, hosts=tuple(host.tolist()))
     assert apart.exchange_seconds(PLAN) == pytest.approx(num_bytes.max() / 1e8)

@@ -104,15 +104,14 @@ class Plan:
     @cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and counts of the plan; computed at the first access."""
-        needs = self.query_needs, self.key_needs
         return compute_stats(
             self.layout,
             self.shape,
             self.config,
-            self.cost,
-            self.tasks,
-            needs,
-            self.plan_seconds,
+            cost=self.cost,
+            tasks=self.tasks,
+            needs=self.needs,
+            plan_seconds=self.plan_seconds,
         )
 
     @cached_property
@@ -124,6 +123,11 @@ class Plan:
     def key_needs(self) -> RowNeeds:
         """Key rows each server uses."""
         return key_needs(self.layout, self.tasks)
+
+    @property
+    def needs(self) -> tuple[RowNeeds, RowNeeds]:
+        """Query rows and key rows each server uses."""
+        return self.query_needs, self.key_needs
 
     @property
     def moves_rows(self) -> bool:
@@ -239,8 +243,8 @@ def moved_by(*plans: Plan) -> Moved:
 def bytes_by_rank(plan: Plan) -> IntArray:
     """Return int64 [2, num_ranks] bytes into and out of every rank, weighted as in ``Moved``."""
     node = node_of_ranks(plan.config, plan.layout.num_ranks)
-    traffic = measure_traffic(plan.shape, plan.query_needs, plan.key_needs, node)
-    return traffic.weighted()
+    row_bytes = (plan.shape.query_bytes, plan.shape.kv_bytes)
+    return measure_traffic(plan.needs, row_bytes, node).weighted()
 
 
 _logger = logging.getLogger(__name__)

@@ -90,10 +90,11 @@ def compute_stats(
         server_loads(assigned, cost, layout.num_ranks) for assigned in (tasks, home)
     )
     limits = load_limits(layout, config, cost, loads_before)
-    traffic = measure_traffic(
-        shape, queries, keys, node_of_ranks(config, layout.num_ranks)
-    )
-    total = int(traffic.bytes_in.sum())
+    row_bytes = (shape.query_bytes, shape.kv_bytes)
+    node = node_of_ranks(config, layout.num_ranks)
+    traffic = measure_traffic(needs, row_bytes, node)
+    bytes_in, bytes_out = traffic.total
+    total = int(bytes_in.sum())
     return PlanStats(
         max_over_mean=limits.over_mean(int(loads.max())),
         max_over_mean_before=limits.over_mean(int(loads_before.max())),
@@ -103,14 +104,12 @@ def compute_stats(
         loads=loads,
         loads_before=loads_before,
         total_bytes=total,
-        max_rank_bytes=int(max(traffic.bytes_in.max(), traffic.bytes_out.max())),
+        max_rank_bytes=int(traffic.total.max()),
         mean_rank_bytes=total / layout.num_ranks,
-        inter_node_bytes=int(traffic.inter_in.sum()),
-        max_rank_inter_node_bytes=int(
-            max(traffic.inter_in.max(), traffic.inter_out.max())
-        ),
-        bytes_in=traffic.bytes_in,
-        bytes_out=traffic.bytes_out,
+        inter_node_bytes=int(traffic.between[0].sum()),
+        max_rank_inter_node_bytes=int(traffic.between.max()),
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
         num_tasks=len(tasks),
         tasks_moved=_tasks_moved(layout, tasks),
         query_rows_moved=int(queries.rows_in.sum()),

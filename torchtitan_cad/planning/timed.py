@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchtitan_cad.planning.exchange.traffic import measure_traffic
 from torchtitan_cad.planning.intervals import FloatArray
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import RowBytes
@@ -156,17 +157,6 @@ def link_seconds(
         inside, between: bytes per second inside a host and between hosts, which are used at the same time.
     """
     host = np.asarray(hosts or [0] * plan.layout.num_ranks)
-    every = np.zeros((2, len(host)))
-    local = np.zeros((2, len(host)))
-    for needs, num_bytes in zip(
-        (plan.query_needs, plan.key_needs), row_bytes, strict=True
-    ):
-        if num_bytes:
-            rows = np.stack([needs.rows_in, needs.rows_out])
-            every += num_bytes * rows
-            local += num_bytes * (
-                np.stack(needs.rows_inside(host)) if (host != host[0]).any() else rows
-            )
-    return np.maximum(np.maximum(every - local, 0) / between, local / inside).max(
-        axis=0
-    )
+    traffic = measure_traffic(plan.needs, row_bytes, host)
+    local = traffic.total - traffic.between
+    return np.maximum(traffic.between / between, local / inside).max(axis=0)

@@ -48,14 +48,19 @@ class RowNeeds:
         return self.server != self.home
 
     @cached_property
+    def rows(self) -> IntArray:
+        """[2, num_ranks] rows each rank receives, and rows it sends, once per receiver."""
+        return self._rows_of(self.travels)
+
+    @property
     def rows_in(self) -> IntArray:
         """[num_ranks] rows each rank receives."""
-        return self._rows_by(self.server, self.travels)
+        return self.rows[0]
 
-    @cached_property
+    @property
     def rows_out(self) -> IntArray:
-        """[num_ranks] rows each rank sends, counted once per receiver."""
-        return self._rows_by(self.home, self.travels)
+        """[num_ranks] rows each rank sends, once per receiver."""
+        return self.rows[1]
 
     @property
     def sends(self) -> BoolArray:
@@ -64,13 +69,9 @@ class RowNeeds:
         sends[self.home[self.travels], self.server[self.travels]] = True
         return sends
 
-    def rows_inside(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """Return int64 [num_ranks] rows each rank receives from ranks of its own group, and rows it sends to them.
-
-        ``group`` [num_ranks] is the group of every rank.
-        """
-        inside = self.travels & (group[self.server] == group[self.home])
-        return self._rows_by(self.server, inside), self._rows_by(self.home, inside)
+    def rows_between(self, node: IntArray) -> IntArray:
+        """Return those of ``rows`` that travel between nodes; ``node`` [num_ranks] is the node of every rank."""
+        return self._rows_of(node[self.server] != node[self.home])
 
     def put_offsets(self, rank: int) -> IntArray:
         """Return int64 [num_ranks] where ``rank``'s rows begin among those that each server receives.
@@ -87,6 +88,11 @@ class RowNeeds:
         """
         lower_servers = self.travels & (self.server < rank)
         return self._rows_by(self.home, lower_servers)
+
+    def _rows_of(self, chosen: BoolArray) -> IntArray:
+        """Return int64 [2, num_ranks] rows of the chosen pieces by server, and by home."""
+        by_server = self._rows_by(self.server, chosen)
+        return np.stack([by_server, self._rows_by(self.home, chosen)])
 
     def _rows_by(self, rank: IntArray, chosen: BoolArray) -> IntArray:
         """Return int64 [num_ranks] rows of the chosen pieces by ``rank`` [n]."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ import numpy as np
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.shape import AttentionShape
 
 WORST_WEIGHT = 2
 """score = total / total_given + WORST_WEIGHT x worst / worst_given"""
@@ -22,20 +21,15 @@ BETWEEN_NODES = 4
 4 (some 150 GB/s per GPU) and 400 Gb/s InfiniBand (some 40 GB/s)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Traffic:
-    """int64 [num_ranks] bytes in and out of every rank, in total and from or to other nodes."""
+class Traffic(NamedTuple):
+    """int64 [2, num_ranks] bytes into and out of every rank: all of them, and those between nodes."""
 
-    bytes_in: IntArray
-    bytes_out: IntArray
-    inter_in: IntArray
-    inter_out: IntArray
+    total: IntArray
+    between: IntArray
 
     def weighted(self) -> IntArray:
-        """Return int64 [2, num_ranks] bytes into and out of every rank, those between nodes ``BETWEEN_NODES`` times."""
-        total = np.stack([self.bytes_in, self.bytes_out])
-        inter = np.stack([self.inter_in, self.inter_out])
-        return total + (BETWEEN_NODES - 1) * inter
+        """Return int64 [2, num_ranks] the bytes, those between nodes ``BETWEEN_NODES`` times."""
+        return self.total + (BETWEEN_NODES - 1) * self.between
 
 
 class Moved(NamedTuple):
@@ -64,19 +58,17 @@ def node_of_ranks(config: PlannerConfig, num_ranks: int) -> IntArray:
 
 
 def measure_traffic(
-    shape: AttentionShape, queries: RowNeeds, keys: RowNeeds, node: IntArray
+    needs: Sequence[RowNeeds], row_bytes: Sequence[int], node: IntArray
 ) -> Traffic:
-    """Return the traffic of a plan with these needs; ``node`` [num_ranks] is the node of every rank."""
-    num_ranks = len(node)
-    one_node = not node.any()
-    totals = np.zeros((4, num_ranks), dtype=np.int64)
-    for needs, row_bytes in ((queries, shape.query_bytes), (keys, shape.kv_bytes)):
-        into = needs.rows_in
-        out = needs.rows_out
-        totals[0] += into * row_bytes
-        totals[1] += out * row_bytes
-        if not one_node:
-            inside_in, inside_out = needs.rows_inside(node)
-            totals[2] += (into - inside_in) * row_bytes
-            totals[3] += (out - inside_out) * row_bytes
-    return Traffic(*totals)
+    """Return the traffic of a plan with these needs; ``node`` [num_ranks] is the node of every rank.
+
+    Args:
+        needs: of queries and of keys.
+        row_bytes: bytes of a query row and of a key row; 0 for rows that do not travel.
+    """
+    total = np.zeros((2, len(node)), dtype=np.int64)
+    between = np.zeros_like(total)
+    for of_kind, num_bytes in zip(needs, row_bytes, strict=True):
+        total += num_bytes * of_kind.rows
+        between += num_bytes * of_kind.rows_between(node)
+    return Traffic(total, between)
