@@ -24,7 +24,7 @@ def concat_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     """Return the concatenation of ``arange(start, start + length)`` over all intervals, int64 [sum(lengths)]."""
     offsets = exclusive_cumsum(lengths)
     values = np.empty(offsets[-1], dtype=np.int64)
-    _fill_ranges(np.ascontiguousarray(starts), offsets, values)
+    _fill_ranges(np.ascontiguousarray(starts, dtype=np.int64), offsets, values)
     return values
 
 

@@ -49,9 +49,9 @@ def squares(tables: Calls) -> Calls:
         longer = np.flatnonzero(before)
         first_keys = np.zeros_like(longer)
         unmasked.append(table.pieces(longer, first_keys, before[longer]))
-    joined = CallTable.joined([table for table in unmasked if table.num_tasks])
-    if joined.num_tasks:
-        calls.append((joined, False))
+    unmasked = [table for table in unmasked if table.num_tasks]
+    if unmasked:
+        calls.append((CallTable.joined(unmasked), False))
     return calls
 
 

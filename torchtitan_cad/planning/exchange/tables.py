@@ -85,20 +85,40 @@ class CallTable:
         return np.diff(self.cu_k).astype(np.int64)
 
     @classmethod
+    def of(
+        cls,
+        q_rows: IntArray,
+        kv_rows: IntArray,
+        *,
+        q_length: IntArray,
+        k_length: IntArray,
+        q_start: IntArray,
+        kv_start: IntArray,
+    ) -> CallTable:
+        """Return the call of tasks with so many queries and keys, int64 [num_tasks]; others as the attributes."""
+        return cls(
+            q_rows,
+            kv_rows,
+            cu_q=exclusive_cumsum(q_length).astype(np.int32),
+            cu_k=exclusive_cumsum(k_length).astype(np.int32),
+            max_q=int(q_length.max(initial=0)),
+            max_k=int(k_length.max(initial=0)),
+            q_start=q_start,
+            kv_start=kv_start,
+        )
+
+    @classmethod
     def joined(cls, tables: Sequence[CallTable]) -> CallTable:
-        """Return one call with the tasks of all ``tables``, in their order."""
+        """Return one call with the tasks of all ``tables``, at least one, in their order."""
 
         def column(name: str) -> IntArray:
-            columns = [getattr(table, name) for table in tables]
-            return np.concatenate([np.zeros(0, np.int64), *columns])
+            return np.concatenate([getattr(table, name) for table in tables])
 
-        return cls(
-            q_rows=column("q_rows"),
-            kv_rows=column("kv_rows"),
-            cu_q=exclusive_cumsum(column("q_length")).astype(np.int32),
-            cu_k=exclusive_cumsum(column("k_length")).astype(np.int32),
-            max_q=max((table.max_q for table in tables), default=0),
-            max_k=max((table.max_k for table in tables), default=0),
+        return cls.of(
+            column("q_rows"),
+            column("kv_rows"),
+            q_length=column("q_length"),
+            k_length=column("k_length"),
             q_start=column("q_start"),
             kv_start=column("kv_start"),
         )
@@ -108,26 +128,16 @@ class CallTable:
         tasks = np.arange(begin, end)
         return self.pieces(tasks, np.zeros_like(tasks), self.k_length[tasks])
 
-    def pieces(
-        self,
-        task: IntArray,
-        begin: IntArray,
-        end: IntArray,
-    ) -> CallTable:
+    def pieces(self, task: IntArray, begin: IntArray, end: IntArray) -> CallTable:
         """Return a call of pieces of tasks: piece i has all queries and the keys [begin[i], end[i]) of ``task[i]``."""
-        q_begin = self.cu_q[task]
-        k_begin = self.cu_k[task] + begin
         q_length = self.q_length[task]
         k_length = end - begin
-        cu_q = exclusive_cumsum(q_length)
-        cu_k = exclusive_cumsum(k_length)
-        return CallTable(
-            q_rows=self.q_rows[concat_ranges(q_begin, q_length)],
-            kv_rows=self.kv_rows[concat_ranges(k_begin, k_length)],
-            cu_q=cu_q.astype(np.int32),
-            cu_k=cu_k.astype(np.int32),
-            max_q=int(q_length.max(initial=0)),
-            max_k=int(k_length.max(initial=0)),
+        k_begin = self.cu_k[task] + begin
+        return CallTable.of(
+            self.q_rows[concat_ranges(self.cu_q[task], q_length)],
+            self.kv_rows[concat_ranges(k_begin, k_length)],
+            q_length=q_length,
+            k_length=k_length,
             q_start=self.q_start[task],
             kv_start=self.kv_start[task] + begin,
         )
@@ -311,17 +321,11 @@ def _call_table(
     layout: TokenLayout, tasks: TaskArray, q_space: _RowSpace, kv_space: _RowSpace
 ) -> CallTable:
     base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
-    q_length = tasks["q_end"] - tasks["q_start"]
-    k_length = tasks["kv_end"] - tasks["kv_start"]
-    cu_q = exclusive_cumsum(q_length)
-    cu_k = exclusive_cumsum(k_length)
-    return CallTable(
-        q_rows=q_space.rows(base + tasks["q_start"], base + tasks["q_end"]),
-        kv_rows=kv_space.rows(base + tasks["kv_start"], base + tasks["kv_end"]),
-        cu_q=cu_q.astype(np.int32),
-        cu_k=cu_k.astype(np.int32),
-        max_q=int(q_length.max(initial=0)),
-        max_k=int(k_length.max(initial=0)),
+    return CallTable.of(
+        q_space.rows(base + tasks["q_start"], base + tasks["q_end"]),
+        kv_space.rows(base + tasks["kv_start"], base + tasks["kv_end"]),
+        q_length=tasks["q_end"] - tasks["q_start"],
+        k_length=tasks["kv_end"] - tasks["kv_start"],
         q_start=np.ascontiguousarray(tasks["q_start"]),
         kv_start=np.ascontiguousarray(tasks["kv_start"]),
     )
