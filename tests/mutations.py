@@ -45,9 +45,9 @@ class Fault:
 FAULTS = [
     Fault(
         "planner: what is left behind a piece that moves is lost",
-        "planning/planners/local_search/moves.py",
-        "add_piece(board, board.parts[entry, k], before)",
-        "_ = board.parts[entry, k]",
+        "planning/planners/local_search/board.py",
+        "add_piece(board, board.parts[k], before)",
+        "_ = board.parts[k]",
         ("planning/test_planner.py", "planning/test_properties.py"),
     ),
     Fault(

@@ -119,13 +119,13 @@ def test_any_plan_it_returns_covers_the_layout_within_the_loads(
         ranks_per_node=ranks_per_node,
     )
     cost = TileAreaCost(config.cost_tile)
-    total = cost.cost(home_tasks(layout)).sum()
-    limit = int(load * total / layout.num_ranks)
-    every = np.arange(len(layout.docs))
-    local_search = LocalSearch(layout, LLAMA, config, cost, every)
+    home = home_tasks(layout)
+    loads = server_loads(home, cost, layout.num_ranks)
+    limit = int(load * loads.sum() / layout.num_ranks)
+    local_search = LocalSearch(layout, LLAMA, config, cost)
     found = local_search.improve(
-        task_table(layout, home_tasks(layout)),
-        loads=np.zeros(layout.num_ranks, dtype=np.int64),
+        task_table(layout, home),
+        loads=loads,
         limit=limit,
         guaranteed=limit + limit // 10,
         patience=6000 * layout.num_ranks,

@@ -85,7 +85,7 @@ class Board(NamedTuple):
     ranks: IntArray  # [n, RANK_COLUMNS]
     docs: IntArray  # [D + 1, DOC_COLUMNS]
     runs: IntArray  # [R, 3] by document and position
-    parts: IntArray  # [3, 1 + MAX_RESTS, TASK_COLUMNS] per entry the part cut off, then the rests; entry 2 for copies
+    parts: IntArray  # [1 + MAX_RESTS, TASK_COLUMNS] the part cut off a piece, then the rests
     counts: IntArray
     terms: FloatArray
     prefix: IntArray  # entry i: cost of one row of tiles against 1 key tile, one against 2, ... one against i
@@ -213,14 +213,12 @@ def _book(
     kind: int,
     server: int,
     skip: int,
-    entry: int,
     rests: int,
     sign: int,
 ) -> None:
     """Book the piece's queries or keys that the server receives for this piece alone.
 
-    Positions do not count that the server is home to, or that its other pieces (``skip`` excepted) or the ``rests``
-    of ``entry`` use.
+    Positions do not count that the server is home to, or that its other pieces but ``skip``, or the ``rests``, use.
     """
     doc = piece[DOC]
     column = Q_START if kind == QUERY else KV_START
@@ -240,10 +238,10 @@ def _book(
                     nearest = min(nearest, other[column])
             j = other[following]
         for k in range(1, rests + 1):
-            if board.parts[entry, k, column] <= at:
-                reach = max(reach, board.parts[entry, k, column + 1])
+            if board.parts[k, column] <= at:
+                reach = max(reach, board.parts[k, column + 1])
             else:
-                nearest = min(nearest, board.parts[entry, k, column])
+                nearest = min(nearest, board.parts[k, column])
         if reach > at:
             at = reach
             continue
@@ -305,47 +303,36 @@ def book_piece(
     piece: IntArray,
     server: int,
     skip: int,
-    entry: int,
     rests: int,
     sign: int,
 ) -> None:
     """Book the piece's rows as received by the server (sign 1) or no longer received (-1)."""
     for kind in range(2):  # a loop, so that there is one call to compile
-        _book(board, piece, kind, server, skip, entry, rests, sign)
+        _book(board, piece, kind, server, skip, rests, sign)
 
 
 @jit_inner
-def book_move(
-    board: Board,
-    part: IntArray,
-    i: int,
-    before: int,
-    server: int,
-    entry: int,
-    rests: int,
-    sign: int,
-) -> None:
-    """Book the move (sign 1) of a part from the server of piece i to another one, or the reverse move (-1)."""
-    for side in range(2):
-        holder, skip, remain = (before, i, rests) if side == 0 else (server, -1, 0)
-        book_piece(
-            board, part, holder, skip, entry, remain, -sign if side == 0 else sign
-        )
+def book_move(board: Board, i: int, rests: int, server: int) -> None:
+    """Book the move of the part cut off piece i to another server."""
+    part = board.parts[0]
+    for leaves in (1, 0):  # a loop, so that there is one call to compile
+        holder = board.pieces[i, SERVER] if leaves else server
+        skip = i if leaves else -1
+        book_piece(board, part, holder, skip, rests * leaves, 1 - 2 * leaves)
 
 
 @jit_inner
-def price_move(board: Board, i: int, entry: int, rests: int, server: int) -> float:
-    """Return the change of the objective if the part of ``entry``, cut off piece i, goes to a server."""
+def price_move(board: Board, i: int, rests: int, server: int) -> float:
+    """Return the change of the objective if the part cut off piece i goes to a server."""
     board.counts[EVALUATED] += 1
-    part = board.parts[entry, 0]
-    book_move(board, part, i, board.pieces[i, SERVER], server, entry, rests, 1)
+    book_move(board, i, rests, server)
     return settle(board, False)
 
 
 @jit_inner
 def most_gain(board: Board, i: int) -> float:
     """Return an upper bound on the gain of moving piece i or a part of it: the price of the rows that only it needs."""
-    book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, 0, -1)
+    book_piece(board, board.pieces[i], board.pieces[i, SERVER], i, 0, -1)
     return -settle(board, False)
 
 
@@ -360,12 +347,38 @@ def add_piece(board: Board, piece: IntArray, server: int) -> None:
 
 
 @jit_inner
-def relief(board: Board, entry: int, rests: int, whole: IntArray) -> int:
-    """Return the load that a server loses with the part of ``entry``, cut off ``whole``; this may exceed its cost."""
-    load = piece_cost(board, whole)
+def relief(board: Board, i: int, rests: int) -> int:
+    """Return the load that a server loses with the part cut off piece i; this may exceed the part's cost."""
+    load = piece_cost(board, board.pieces[i])
     for k in range(1, rests + 1):
-        load -= piece_cost(board, board.parts[entry, k])
+        load -= piece_cost(board, board.parts[k])
     return load
+
+
+@jit_inner
+def do_move(board: Board, i: int, rests: int, server: int) -> None:
+    """Carry out the move of the part cut off piece i, which becomes the part; the rests are appended."""
+    before = board.pieces[i, SERVER]
+    book_move(board, i, rests, server)
+    settle(board, True)
+    board.ranks[before, LOAD] -= relief(board, i, rests)
+    board.ranks[server, LOAD] += piece_cost(board, board.parts[0])
+    unlink(board, i)
+    copy_task(board.pieces[i], board.parts[0])
+    board.pieces[i, SERVER] = server
+    link(board, i)
+    for k in range(1, rests + 1):
+        add_piece(board, board.parts[k], before)
+
+
+@jit_inner
+def look_again(board: Board, doc: int, server: int) -> None:
+    """Mark as dirty the document, and every document with a piece on ``server``, which has gained capacity."""
+    board.docs[doc, DIRTY] = 1
+    j = board.ranks[server, HEAD]
+    while j >= 0:
+        board.docs[board.pieces[j, DOC], DIRTY] = 1
+        j = board.pieces[j, NEXT]
 
 
 @jit_inner

@@ -104,16 +104,16 @@ def best_rows(board: Board, piece: IntArray, wanted: int) -> float:
 
 
 @jit_inner
-def cut(board: Board, i: int, entry: int, how: int, wanted: int, at_least: bool) -> int:
-    """Cut a part off piece i into ``board.parts[entry]``; returns the number of rests, or -1 if no cut fits.
+def cut(board: Board, i: int, how: int, wanted: int, at_least: bool) -> int:
+    """Cut a part off piece i into ``board.parts``; returns the number of rests, or -1 if no cut fits.
 
     The part costs at most ``wanted`` or, with ``at_least``, relieves the server of at least ``wanted``.
     """
     piece = board.pieces[i]
     cell = board.cell
-    part = board.parts[entry, 0]
-    rest = board.parts[entry, 1]
-    second = board.parts[entry, 2]
+    part = board.parts[0]
+    rest = board.parts[1]
+    second = board.parts[2]
     copy_task(part, piece)
     if how == WHOLE:
         return 0

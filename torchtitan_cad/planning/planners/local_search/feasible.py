@@ -9,6 +9,8 @@ loads, such a move exists as long as a rank is over (``limits.py``).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
 from torchtitan_cad.planning.model.cost import LARGEST
@@ -31,8 +33,9 @@ from torchtitan_cad.planning.planners.local_search.board import (
     STUCK,
     UNKNOWN,
     Board,
-    book_piece,
+    book_move,
     capacity,
+    do_move,
     find_options,
     is_full,
     piece_cost,
@@ -47,7 +50,6 @@ from torchtitan_cad.planning.planners.local_search.cuts import (
     best_rows,
     cut,
 )
-from torchtitan_cad.planning.planners.local_search.moves import move
 
 PASSES = 6
 """passes over all ranks: a rank that was given up may find capacity in the next pass."""
@@ -64,8 +66,18 @@ WIDE = 3.0
 PRICE_UNIT = 1024
 """price = PRICE_UNIT x bytes / load"""
 
-# Entries of a choice: kind of cut, cost of the part wanted, whether the part may cost more, receiver.
-HOW, WANTED, AT_LEAST, RECEIVER = range(4)
+
+class Offer(NamedTuple):
+    """A part of a piece for another rank: the kind of cut and the cost wanted, which the part may exceed."""
+
+    price: int
+    how: int
+    wanted: int
+    at_least: bool
+    receiver: int
+
+
+NO_OFFER = Offer(LARGEST, WHOLE, 0, False, -1)
 
 
 @jit_inner
@@ -110,51 +122,44 @@ def _is_wide(board: Board, piece: IntArray, wanted: int) -> bool:
 
 
 @jit_inner
-def _find_part(board: Board, j: int, choice: IntArray) -> int:
-    """Set ``choice`` to the cheapest part of piece j and its receiver; returns its price, ``LARGEST`` if none fits."""
-    rank = board.pieces[j, SERVER]
-    best = LARGEST
+def _find_part(board: Board, j: int) -> Offer:
+    """Return the cheapest part of piece j, of price ``LARGEST`` if none fits."""
+    piece = board.pieces[j]
+    rank = piece[SERVER]
+    best = NO_OFFER
     need = -capacity(board, rank)
-    whole = piece_cost(board, board.pieces[j])
+    whole = piece_cost(board, piece)
     least = min(need, 1 + board.ranks[rank, LIMIT] // LEAST_CAPACITY)
     num = _add_roomiest(board, rank, find_options(board, j, least, MOST_OPTIONS), least)
     is_wide = num > 0 and _is_wide(
-        board, board.pieces[j], min(need, capacity(board, board.ranks[num - 1, OPTION]))
+        board, piece, min(need, capacity(board, board.ranks[num - 1, OPTION]))
     )
     for how in range(board.counts[CUTS]):
         if is_wide and FIRST_ROWS <= how <= LAST_ROWS:
             continue
         for o in range(num):
-            other = board.ranks[o, OPTION]
-            free = capacity(board, other)
+            receiver = board.ranks[o, OPTION]
+            free = capacity(board, receiver)
             if how == WHOLE and whole > free:
                 continue
-            part = board.parts[0, 0]
+            wanted = min(free, need)
             at_least = free >= need
-            rests = cut(board, j, 0, how, min(free, need), at_least)
-            if at_least and rests > 0 and piece_cost(board, part) > free:
+            rests = cut(board, j, how, wanted, at_least)
+            if at_least and rests > 0 and piece_cost(board, board.parts[0]) > free:
                 at_least = False
-                rests = cut(board, j, 0, how, need, False)
-            if rests < 0 or piece_cost(board, part) > free:
+                rests = cut(board, j, how, need, False)
+            if rests < 0 or piece_cost(board, board.parts[0]) > free:
                 continue
-            relieved = min(need, relief(board, 0, rests, board.pieces[j]))
+            relieved = min(need, relief(board, j, rests))
             if relieved <= 0:
                 continue
             board.counts[EVALUATED] += 1
-            book_piece(board, part, rank, j, 0, rests, -1)
-            book_piece(board, part, other, -1, 0, 0, 1)
-            price = (
-                max(board.ranks[other, NEW_IN] + board.ranks[rank, NEW_IN], 1)
-                * PRICE_UNIT
-                // relieved
-            )
+            book_move(board, j, rests, receiver)
+            more = board.ranks[receiver, NEW_IN] + board.ranks[rank, NEW_IN]
             settle(board, False)
-            if price < best:
-                best = price
-                choice[HOW] = how
-                choice[WANTED] = min(free, need)
-                choice[AT_LEAST] = at_least
-                choice[RECEIVER] = other
+            price = max(more, 1) * PRICE_UNIT // relieved
+            if price < best.price:
+                best = Offer(price, how, wanted, at_least, receiver)
     return best
 
 
@@ -188,8 +193,8 @@ def _cheapest(board: Board, rank: int) -> tuple[int, int]:
 
 
 @jit_inner
-def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
-    """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated; ``choice`` [4].
+def make_feasible(board: Board, budget: int) -> None:
+    """Move parts until no rank exceeds its limit, nothing helps, or ``budget`` moves are evaluated.
 
     Prices of pieces are kept between moves. Rooms change with every move, so the price of the cheapest piece is
     computed again before it is used.
@@ -206,18 +211,17 @@ def make_feasible(board: Board, budget: int, choice: IntArray) -> None:
             j = board.ranks[rank, HEAD]
             while j >= 0:
                 if pieces[j, PRICE] == UNKNOWN:
-                    pieces[j, PRICE] = _find_part(board, j, choice)
+                    pieces[j, PRICE] = _find_part(board, j).price
                 j = pieces[j, NEXT]
             j, second = _cheapest(board, rank)
             if j < 0:
                 board.ranks[rank, STUCK] = 1
             else:
-                pieces[j, PRICE] = _find_part(board, j, choice)
-                if pieces[j, PRICE] <= second and pieces[j, PRICE] < LARGEST:
-                    rests = cut(
-                        board, j, 0, choice[HOW], choice[WANTED], choice[AT_LEAST] > 0
-                    )
-                    move(board, j, 0, rests, choice[RECEIVER])
+                offer = _find_part(board, j)
+                pieces[j, PRICE] = offer.price
+                if offer.price <= second and offer.price < LARGEST:
+                    rests = cut(board, j, offer.how, offer.wanted, offer.at_least)
+                    do_move(board, j, rests, offer.receiver)
                     moved = True
             rank = _most_over(board)
         if not moved:

@@ -34,7 +34,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     Board,
     add_piece,
     book_piece,
-    piece_cost,
     settle,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import ALL_CUTS, CUTS_OF_ROWS
@@ -44,7 +43,7 @@ from torchtitan_cad.planning.planners.local_search.polish import polish
 
 @jit_inner
 def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
-    """Put the tasks [n, TASK_COLUMNS] on an empty board, whose ranks already have ``loads`` [num_ranks]."""
+    """Put the tasks [n, TASK_COLUMNS] on an empty board; ``loads`` [num_ranks] are those of these tasks and others."""
     for rank in range(len(board.ranks)):
         board.ranks[rank, HEAD] = -1
         board.ranks[rank, LOAD] = loads[rank]
@@ -52,10 +51,9 @@ def _lay_out(board: Board, tasks: IntArray, loads: IntArray) -> None:
         board.docs[doc, DOC_HEAD] = -1
         board.docs[doc, DIRTY] = 1
     for i in range(len(tasks)):
-        book_piece(board, tasks[i], tasks[i, SERVER], -1, 0, 0, 1)
+        book_piece(board, tasks[i], tasks[i, SERVER], -1, 0, 1)
         settle(board, True)
         add_piece(board, tasks[i], tasks[i, SERVER])
-        board.ranks[tasks[i, SERVER], LOAD] += piece_cost(board, tasks[i])
     board.counts[EVALUATED] = 0
 
 
@@ -66,10 +64,9 @@ def _search(
     loads: IntArray,
     patience: int,
     budget: int,
-    choice: IntArray,
 ) -> None:
     _lay_out(board, tasks, loads)
-    make_feasible(board, patience, choice)
+    make_feasible(board, patience)
     for rank in range(len(loads)):
         board.ranks[rank, LIMIT] = max(
             board.ranks[rank, LIMIT], board.ranks[rank, LOAD]
@@ -79,11 +76,7 @@ def _search(
 
 
 class LocalSearch:
-    """Local search over the tasks of some documents; the tasks of other documents stay at home.
-
-    Args:
-        chosen: [D] the documents to plan, ascending indices into ``layout.docs``.
-    """
+    """Local search over tasks of a layout."""
 
     def __init__(
         self,
@@ -91,25 +84,19 @@ class LocalSearch:
         shape: AttentionShape,
         config: PlannerConfig,
         cost: TileAreaCost,
-        chosen: IntArray,
     ) -> None:
-        number = np.full(len(layout.docs), -1)
-        number[chosen] = np.arange(len(chosen))
-        doc = number[layout.doc_index(layout.seg_doc[layout.run_order])]
-        start = layout.seg_start[layout.run_order]
-        self._runs = np.stack(
-            [start, start + layout.seg_length[layout.run_order], layout.run_rank],
-            axis=1,
-        )[doc >= 0]
-        self._docs = np.zeros((len(chosen) + 1, DOC_COLUMNS), dtype=np.int64)
-        self._docs[:, FIRST_RUN] = np.searchsorted(
-            doc[doc >= 0], np.arange(len(chosen) + 1)
-        )
+        order = layout.run_order
+        start = layout.seg_start[order]
+        end = start + layout.seg_length[order]
+        self._runs = np.stack([start, end, layout.run_rank], axis=1)
+        doc = layout.doc_index(layout.seg_doc[order])
+        numbers = np.arange(len(layout.docs) + 1)
+        self._docs = np.zeros((len(numbers), DOC_COLUMNS), dtype=np.int64)
+        self._docs[:, FIRST_RUN] = np.searchsorted(doc, numbers)
         self._node = node_of_ranks(config, layout.num_ranks)
         prices = np.outer([shape.query_bytes, shape.kv_bytes], [1, BETWEEN_NODES])
-        prefix = np.ascontiguousarray(
-            cost.prefix_cost(int(layout.doc_lengths[chosen].max(initial=0)))
-        )
+        longest = int(layout.doc_lengths.max(initial=0))
+        prefix = np.ascontiguousarray(cost.prefix_cost(longest))
         self._rules = prefix, prices, cost.granularity, config.min_shard
         self._cuts = ALL_CUTS if config.split_kv else CUTS_OF_ROWS
 
@@ -127,7 +114,7 @@ class LocalSearch:
 
         Args:
             start: int64 [n, TASK_COLUMNS] tasks to begin with.
-            loads: int64 [num_ranks] loads of all other documents.
+            loads: int64 [num_ranks] loads of these tasks and of others, which stay as they are.
             limit: load of a rank to stay within if possible.
             guaranteed: load never to exceed.
             patience: most moves evaluated to get within the limit.
@@ -136,14 +123,7 @@ class LocalSearch:
         size = 2 * len(start) + 16 * len(loads) + 64
         while True:
             board = self._board(size, limit)
-            _search(
-                board,
-                np.ascontiguousarray(start),
-                loads,
-                patience,
-                budget,
-                np.empty(4, dtype=np.int64),
-            )
+            _search(board, np.ascontiguousarray(start), loads, patience, budget)
             if (board.ranks[:, LOAD] <= guaranteed).all():
                 break
             if board.counts[PIECES] + FREE_PIECES <= size or size > 2**24:
@@ -163,7 +143,7 @@ class LocalSearch:
             ranks,
             self._docs.copy(),
             self._runs,
-            np.empty((3, 1 + MAX_RESTS, TASK_COLUMNS), dtype=np.int64),
+            np.empty((1 + MAX_RESTS, TASK_COLUMNS), dtype=np.int64),
             counts,
             np.zeros(3),
             *self._rules,

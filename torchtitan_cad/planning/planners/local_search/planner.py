@@ -77,16 +77,10 @@ def search(
         chosen: BoolArray, options: PlannerConfig, target: int, patience: int
     ) -> Searched | None:
         """Search among the tasks of the ``chosen`` documents, while others stay at home."""
-        docs = np.flatnonzero(chosen)
         searched = chosen[table[:, DOC]]
-        start = table[searched]
-        start[:, DOC] = np.searchsorted(docs, start[:, DOC])
-        rest = home[~searched]
-        rest_loads = sum_by_index(rest["server"], costs[~searched], layout.num_ranks)
-        local_search = LocalSearch(layout, shape, options, cost, docs)
-        found = local_search.improve(
-            start,
-            rest_loads,
+        found = LocalSearch(layout, shape, options, cost).improve(
+            table[searched],
+            loads,
             target,
             guaranteed=limits.guaranteed,
             patience=patience,
@@ -95,9 +89,8 @@ def search(
         if found is None:
             return None
         tasks, by_rank = found
-        return by_rank, lambda: np.concatenate(
-            [rest, from_table(layout.docs[docs], tasks)]
-        )
+        rest = home[~searched]
+        return by_rank, lambda: np.concatenate([rest, from_table(layout.docs, tasks)])
 
     chosen = _may_move(table, costs, len(layout.docs), limit=limits.tolerated)
     patience = PATIENCE * layout.num_ranks

@@ -5,25 +5,16 @@
 2. *Swaps*: a piece goes to such a server whatever that server's load, and the server's cheapest part that is large
    enough to make room for the piece goes back.
 
-The search visits pieces document by document, then the pieces that the ranks with the most bytes serve or send. It
-visits a document again after one of its pieces has moved, or a server of its pieces has gained capacity. A budget
-bounds the number of evaluated moves.
+The search shifts pieces document by document, then swaps pieces. It visits a document again after one of its pieces has
+moved, or a server of its pieces has gained capacity. A budget bounds the number of evaluated moves.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import jit_inner
-from torchtitan_cad.planning.model.tasks import (
-    DOC,
-    KV_END,
-    KV_START,
-    Q_END,
-    Q_START,
-    SERVER,
-)
+from torchtitan_cad.planning.model.tasks import DOC, SERVER
 from torchtitan_cad.planning.planners.local_search.board import (
     BYTES_IN,
     BYTES_OUT,
@@ -32,7 +23,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     DOC_HEAD,
     DOC_NEXT,
     EVALUATED,
-    FIRST_RUN,
     HEAD,
     LIMIT,
     NEXT,
@@ -40,17 +30,13 @@ from torchtitan_cad.planning.planners.local_search.board import (
     PER_TOTAL,
     PER_WORST,
     PIECES,
-    RUN_END,
-    RUN_HOME,
-    RUN_START,
-    STAMPS,
-    STUCK,
     WEIGHT,
     Board,
     capacity,
-    copy_task,
+    do_move,
     find_options,
     is_full,
+    look_again,
     most_gain,
     piece_cost,
     price_move,
@@ -58,13 +44,6 @@ from torchtitan_cad.planning.planners.local_search.board import (
     worst_term,
 )
 from torchtitan_cad.planning.planners.local_search.cuts import WHOLE, cut
-from torchtitan_cad.planning.planners.local_search.moves import (
-    do_move,
-    join,
-    look_again,
-    move,
-    undo_move,
-)
 
 WORST_WEIGHT = 1.5
 """The objective is about total / initial total + WORST_WEIGHT x worst rank's bytes / initial worst rank's bytes."""
@@ -81,9 +60,6 @@ LEAST_CAPACITY = 256
 ANY_CAPACITY = -(2**62)
 """Unit: load. No server has less capacity."""
 
-GIVE_UP = 8
-"""After this many busy ranks without an improving move, the pass over busy ranks ends."""
-
 
 @jit_inner
 def _is_spent(board: Board, budget: int) -> bool:
@@ -95,116 +71,96 @@ def _shift(board: Board, i: int) -> bool:
     """Make the best shift of piece i; returns False if no shift gains ``LEAST_GAIN``."""
     if most_gain(board, i) < LEAST_GAIN:
         return False
+    doc = board.pieces[i, DOC]
+    source = board.pieces[i, SERVER]
     whole = piece_cost(board, board.pieces[i])
-    limit = board.ranks[board.pieces[i, SERVER], LIMIT]
+    least = min(whole, 1 + board.ranks[source, LIMIT] // LEAST_CAPACITY)
     best = -LEAST_GAIN
     target = -1
     best_cut = WHOLE
-    for o in range(
-        find_options(
-            board, i, min(whole, 1 + limit // LEAST_CAPACITY), len(board.ranks)
-        )
-    ):
+    for o in range(find_options(board, i, least, len(board.ranks))):
         option = board.ranks[o, OPTION]
-        fits = whole <= capacity(board, option)
-        for how in range(
-            WHOLE if fits else WHOLE + 1, WHOLE + 1 if fits else board.counts[CUTS]
-        ):
-            rests = cut(board, i, 0, how, capacity(board, option), False)
+        free = capacity(board, option)
+        first_cut = WHOLE
+        stop = WHOLE + 1
+        if whole > free:
+            first_cut = WHOLE + 1
+            stop = board.counts[CUTS]
+        for how in range(first_cut, stop):
+            rests = cut(board, i, how, free, False)
             if rests < 0:
                 continue
-            change = price_move(board, i, 0, rests, option)
+            change = price_move(board, i, rests, option)
             if change < best:
                 best = change
                 target = option
                 best_cut = how
     if target < 0:
         return False
-    rests = cut(board, i, 0, best_cut, capacity(board, target), False)
-    move(board, i, 0, rests, target)
+    rests = cut(board, i, best_cut, capacity(board, target), False)
+    do_move(board, i, rests, target)
+    look_again(board, doc, source)
     return True
 
 
 @jit_inner
 def _swap(board: Board, i: int) -> bool:
-    """Make the first swap of piece i that gains ``LEAST_GAIN``; returns False if there is none.
-
-    The cheapest part that brings the other server down to its limit goes back.
-    """
+    """Make the first swap of piece i that gains ``LEAST_GAIN``; returns False if there is none."""
     if most_gain(board, i) < LEAST_SWAP_GAIN:
         return False
+    doc = board.pieces[i, DOC]
     source = board.pieces[i, SERVER]
     cost = piece_cost(board, board.pieces[i])
-    whole = board.parts[2, 0]
-    copy_task(whole, board.pieces[i])
     for o in range(find_options(board, i, ANY_CAPACITY, len(board.ranks))):
         option = board.ranks[o, OPTION]
         if cost <= capacity(board, option):
             continue
-        cut(board, i, 0, WHOLE, 0, False)
-        gain = -price_move(board, i, 0, 0, option)
+        cut(board, i, WHOLE, cost, False)
+        gain = -price_move(board, i, 0, option)
         if gain < LEAST_SWAP_GAIN:
             continue
-        do_move(board, i, 0, 0, option)
-        need = -capacity(board, option)
-        most = capacity(board, source)
-        best = gain - LEAST_GAIN
-        piece = -1
-        best_cut = WHOLE
-        j = board.ranks[option, HEAD]
-        while j >= 0:
-            if j != i and piece_cost(board, board.pieces[j]) >= need:
-                for how in range(board.counts[CUTS]):
-                    rests = cut(board, j, 1, how, need, True)
-                    if rests < 0 or piece_cost(board, board.parts[1, 0]) > most:
-                        continue
-                    change = price_move(board, j, 1, rests, source)
-                    if (
-                        change < best
-                        and relief(board, 1, rests, board.pieces[j]) >= need
-                    ):
-                        best = change
-                        piece = j
-                        best_cut = how
-            j = board.pieces[j, NEXT]
-        if piece < 0:
-            undo_move(board, i, whole)
-            continue
-        rests = cut(board, piece, 1, best_cut, need, True)
-        look_again(board, whole[DOC], source)
-        move(board, piece, 1, rests, source)
-        join(board, i)
-        return True
-    return False
-
-
-@jit_inner
-def _busiest(board: Board, stamp: int) -> int:
-    """Return the rank with the most bytes in or out that is not given up; -1 if there is none."""
-    found = -1
-    most = 0
-    for rank in range(len(board.ranks)):
-        busy = max(board.ranks[rank, BYTES_IN], board.ranks[rank, BYTES_OUT])
-        if busy > most and board.ranks[rank, STUCK] != stamp:
-            found = rank
-            most = busy
-    return found
-
-
-@jit_inner
-def _uses(board: Board, piece: IntArray, home: int) -> bool:
-    """Tell whether the piece uses rows of the rank ``home``."""
-    doc = piece[DOC]
-    for r in range(board.docs[doc, FIRST_RUN], board.docs[doc + 1, FIRST_RUN]):
-        start = board.runs[r, RUN_START]
-        end = board.runs[r, RUN_END]
-        if start >= piece[Q_END]:
-            break
-        if board.runs[r, RUN_HOME] == home and (
-            end > piece[Q_START] or (start < piece[KV_END] and piece[KV_START] < end)
-        ):
+        do_move(board, i, 0, option)
+        if _give_back(board, i, source, gain - LEAST_GAIN):
+            look_again(board, doc, source)
             return True
+        cut(board, i, WHOLE, cost, False)
+        do_move(board, i, 0, source)
     return False
+
+
+@jit_inner
+def _give_back(board: Board, i: int, source: int, most: float) -> bool:
+    """Move a part of another piece of piece i's server, which is over its limit, to the server ``source``.
+
+    The part brings the server down to its limit and raises the objective by the least, less than ``most``. Returns
+    False if there is none.
+    """
+    server = board.pieces[i, SERVER]
+    need = -capacity(board, server)
+    free = capacity(board, source)
+    best = most
+    best_piece = -1
+    best_cut = WHOLE
+    j = board.ranks[server, HEAD]
+    while j >= 0:
+        if j != i and piece_cost(board, board.pieces[j]) >= need:
+            for how in range(board.counts[CUTS]):
+                rests = cut(board, j, how, need, True)
+                if rests < 0 or piece_cost(board, board.parts[0]) > free:
+                    continue
+                change = price_move(board, j, rests, source)
+                if change < best and relief(board, j, rests) >= need:
+                    best = change
+                    best_piece = j
+                    best_cut = how
+        j = board.pieces[j, NEXT]
+    if best_piece < 0:
+        return False
+    doc = board.pieces[best_piece, DOC]
+    rests = cut(board, best_piece, best_cut, need, True)
+    do_move(board, best_piece, rests, source)
+    look_again(board, doc, server)
+    return True
 
 
 @jit_inner
@@ -246,41 +202,21 @@ def _shift_documents(board: Board, budget: int) -> None:
 
 
 @jit_inner
-def _relieve(board: Board, rank: int, budget: int) -> bool:
-    """Move one piece that a busy rank serves or, if it sends more, that uses its rows; False if no move helps."""
-    is_in = board.ranks[rank, BYTES_IN] >= board.ranks[rank, BYTES_OUT]
+def _swap_pieces(board: Board, budget: int) -> bool:
+    """Swap every piece for which a swap gains; returns False if there is none."""
+    swapped = False
     i = 0
     while i < board.counts[PIECES] and not _is_spent(board, budget):
-        piece = board.pieces[i]
-        relieves = (piece[SERVER] == rank) == is_in and (
-            is_in or _uses(board, piece, rank)
-        )
-        if relieves and (_shift(board, i) or _swap(board, i)):
-            return True
+        if _swap(board, i):
+            swapped = True
         i += 1
-    return False
+    return swapped
 
 
 @jit_inner
 def polish(board: Board, budget: int) -> None:
     """Shift and swap until nothing is gained or the budget of evaluations is spent."""
     _set_weights(board)
-    while True:
+    _shift_documents(board, budget)
+    while _swap_pieces(board, budget):
         _shift_documents(board, budget)
-        board.counts[STAMPS] += 1
-        stamp = board.counts[STAMPS]
-        given_up = 0
-        while given_up < GIVE_UP and not _is_spent(board, budget):
-            rank = _busiest(board, stamp)
-            if rank < 0:
-                break
-            if not _relieve(board, rank, budget):
-                board.ranks[rank, STUCK] = stamp
-                given_up += 1
-        swaps = 0
-        i = 0
-        while i < board.counts[PIECES] and not _is_spent(board, budget):
-            swaps += _swap(board, i)
-            i += 1
-        if swaps == 0:
-            return
