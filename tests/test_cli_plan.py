@@ -119,7 +119,7 @@ def test_an_unknown_planner_is_told_the_known_ones(layout_file, capsys):
     """Benches register more, so that the line is not always the same."""
     assert main(["plan", layout_file, "--planner=magic"]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--planner magic: choose one of " in line
+    assert "planner = 'magic': set one of " in line
 
 
 def _without_progress(text: bytes) -> bytes:

@@ -38,17 +38,13 @@ def encoded(path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}\n")
 
 
-def doubled(path: Path) -> None:
-    path.write_text('{"attention": 1, "attention": 2}\n')
-
-
 def not_a_number(path: Path) -> None:
     path.write_text("[NaN]\n")
 
 
 every_kind = pytest.mark.parametrize(
     "make",
-    [Path.mkdir, fifo, device, large, encoded, doubled, not_a_number],
+    [Path.mkdir, fifo, device, large, encoded, not_a_number],
     ids=lambda make: make.__name__,
 )
 READERS = {

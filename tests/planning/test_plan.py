@@ -138,5 +138,5 @@ def test_one_document_on_many_ranks():
     """Each rank needs the keys of all before it: n^2 / 2 pairs."""
     layout = one_document(2000, 128)
     plan = make_plan(layout, LLAMA, PlannerConfig(planner="home"))
-    assert plan.rows_in[1].tolist() == [128 * r for r in range(2000)]
+    assert plan.key_needs.rows_in.tolist() == [128 * r for r in range(2000)]
     assert plan.exchange(1000).keys.recv_counts.tolist() == [128] * 1000 + [0] * 1000

@@ -166,7 +166,8 @@ def test_rows_are_kept_by_plans_that_bring_few():
     row_bytes = RowBytes.of(SHAPE)
     plan = make_plan(layout, SHAPE)
     needed = plan.most_rows.kept_bytes(row_bytes)
-    again = int(np.sum([row_bytes.forward_queries, row_bytes.keys] @ plan.rows_in))
+    query_rows, key_rows = (int(needs.rows_in.sum()) for needs in plan.needs)
+    again = query_rows * row_bytes.forward_queries + key_rows * row_bytes.keys
     sent = []
     results = []
     for kept_bytes in (0, needed - 1, needed):

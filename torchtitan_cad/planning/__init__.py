@@ -19,7 +19,6 @@ from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
 from torchtitan_cad.planning.planners import (
     Planner,
     get_planner,
-    planner_names,
     register_planner,
 )
 from torchtitan_cad.planning.stats import PlanStats
@@ -43,7 +42,6 @@ __all__ = [
     "make_plan",
     "place_and_plan",
     "plan_step",
-    "planner_names",
     "register_planner",
     "warm_up",
 ]

@@ -9,10 +9,8 @@ from itertools import chain
 import numpy as np
 
 from torchtitan_cad.planning.model.config import PlannerConfig
-from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.limits import require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.text import brief, is_integer
 
@@ -20,31 +18,11 @@ MAX_STAGES = 2**16
 """stages: maximum of a pipeline, far above those in use"""
 
 
-def complete(
-    layout: TokenLayout,
-    shape: AttentionShape,
-    config: PlannerConfig | None,
-) -> tuple[PlannerConfig, TileAreaCost]:
-    """Check the arguments of ``make_plan``; return the config, for the shape's window, and the cost of tasks.
-
-    Raises ValueError as ``make_plan`` says.
-    """
-    _of_type("layout", layout, TokenLayout)
-    config = complete_config(shape, config)
-    cost = TileAreaCost(config.cost_tile, shape.window)
-    require_plannable(layout, cost)
-    return config, cost
-
-
 def complete_config(
     shape: AttentionShape, config: PlannerConfig | None
 ) -> PlannerConfig:
-    """Return the config for the shape's window, by default the planner's own; ValueError for another type."""
-    _of_type("shape", shape, AttentionShape)
-    if config is None:
-        config = PlannerConfig()
-    _of_type("config", config, PlannerConfig)
-    return config.for_window(shape.window)
+    """Return the config for the shape's window, by default the planner's own."""
+    return (config or PlannerConfig()).for_window(shape.window)
 
 
 def check_step(
@@ -59,18 +37,10 @@ def check_step(
         raise ValueError(
             f"stages = {brief(stages)}: set a whole number from 1 to {MAX_STAGES}"
         )
-    _of_type("kinds", kinds, Sequence)
     if not kinds:
         raise ValueError(
             "kinds = []: give the model's kinds of attention, at least one"
         )
-    for kind in kinds:
-        _of_type("kind", kind, AttentionKind)
-    _of_type("microbatches", microbatches, Sequence)
-    for nanos in microbatches:
-        _of_type("microbatch", nanos, Sequence)
-        for layout in nanos:
-            _of_type("layout", layout, TokenLayout)
     nano_batches = sorted({len(nanos) for nanos in microbatches})
     if nano_batches not in ([], [1], [2]):
         raise ValueError(
@@ -102,11 +72,3 @@ def holders(microbatches: Sequence[Sequence[TokenLayout]]) -> list[TokenLayout]:
         nanos if nanos[-1].seg_attends.all() else nanos[-1:] for nanos in microbatches
     )
     return list(chain.from_iterable(held))
-
-
-def _of_type(name: str, value: object, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        shown = " ".join(brief(value).split())
-        raise ValueError(
-            f"{name} = {shown}: give a {wanted.__name__}, not a {type(value).__name__}"
-        )

@@ -76,11 +76,9 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 def _opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
     """Open a regular file of at most ``most`` bytes; errors, also of the block, begin with the path."""
     try:
-        # before it is opened, which devices may answer to
+        # before it is opened: a pipe would wait, and a device may answer
         _check_kind(os.stat(path), most)
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            _check_kind(os.fstat(descriptor), most)
+        with open(path, "rb") as file:
             yield file
     except OSError as error:
         raise ValueError(

@@ -173,35 +173,23 @@ class Stage:
         )
 
     def layer_bytes(self, checkpointing: Checkpointing, nano_batches: int = 1) -> float:
-        """Return the bytes of a layer's activations per token: ``activation_bytes``, divided by TP."""
-        return (
-            activation_bytes(
-                self.hidden, self.ffn, self.shape, checkpointing, nano_batches
-            )
-            / self.tp
-        )
+        """Return the bytes kept per token and layer until backward: bf16 tensors that torchtitan's blocks save.
 
-
-def activation_bytes(
-    hidden: int,
-    ffn: float,
-    shape: AttentionShape,
-    checkpointing: Checkpointing,
-    nano_batches: int = 1,
-) -> float:
-    """Return the bytes kept per token and layer until backward, before TP: bf16 tensors that torchtitan's blocks save.
-
-    Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of the
-    MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'. Linear: the
-    layer's input and the attention's output, with two nano-batches Q, K and V as well. Full: the layer's input.
-    """
-    output = shape.num_heads * shape.out_dim
-    keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
-    attended = shape.num_heads * shape.head_dim + keys
-    elements = {
-        "none": 4 * hidden + attended + output + 4 * ffn,
-        "selective": (attended + 2 * hidden + 2 * ffn) / 2 + output + 3 * hidden,
-        "linear": hidden + output + (nano_batches == 2) * attended,
-        "full": hidden,
-    }
-    return shape.dtype_bytes * elements[checkpointing]
+        Without checkpointing: inputs and outputs of both norms, Q, K, V, the attention's output, and four tensors of
+        the MLP's width. Selective: the outputs of every second product and of attention, and the reduce-scatters'.
+        Linear: the layer's input and the attention's output, with two nano-batches Q, K and V as well. Full: the
+        layer's input.
+        """
+        shape = self.shape
+        hidden = self.hidden
+        ffn = self.ffn
+        output = shape.num_heads * shape.out_dim
+        keys = shape.num_kv_heads * (shape.key_dim + shape.out_dim) + shape.shared_dim
+        attended = shape.num_heads * shape.head_dim + keys
+        elements = {
+            "none": 4 * hidden + attended + output + 4 * ffn,
+            "selective": (attended + 2 * hidden + 2 * ffn) / 2 + output + 3 * hidden,
+            "linear": hidden + output + (nano_batches == 2) * attended,
+            "full": hidden,
+        }
+        return shape.dtype_bytes * elements[checkpointing] / self.tp

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from torchtitan_cad.planning.arguments import complete
+from torchtitan_cad.planning.arguments import complete_config
 from torchtitan_cad.planning.compile_once import Report, compile_once
 from torchtitan_cad.planning.exchange.messages import MostRows
 from torchtitan_cad.planning.exchange.needs import (
@@ -37,6 +37,7 @@ from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.limits import require_plannable
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import (
     TASK_FIELDS,
@@ -132,12 +133,7 @@ class Plan:
     @property
     def moves_rows(self) -> bool:
         """Tell whether any rank receives rows."""
-        return bool(self.rows_in.any())
-
-    @cached_property
-    def rows_in(self) -> IntArray:
-        """int64 [2, num_ranks] query and key rows each rank receives."""
-        return np.stack([self.query_needs.rows_in, self.key_needs.rows_in])
+        return any(needs.travels.any() for needs in self.needs)
 
     @property
     def most_rows(self) -> MostRows:
@@ -222,12 +218,13 @@ def make_plan(
     planner's compiled code, see :func:`warm_up`.
 
     Raises:
-        ValueError: unknown planner, a document too long for the tiles in which its
-            cost is counted, or an argument of another type.
+        ValueError: unknown planner, or a document too long for the tiles in which its cost is counted.
     """
     warm_up()
     begin = time.perf_counter()
-    config, cost = complete(layout, shape, config)
+    config = complete_config(shape, config)
+    cost = TileAreaCost(config.cost_tile, shape.window)
+    require_plannable(layout, cost)
     tasks = get_planner(config.planner)(layout, shape, config, cost)
     return Plan.from_tasks(layout, shape, config, tasks, begin)
 

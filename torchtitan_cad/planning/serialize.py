@@ -86,7 +86,7 @@ def layout_from_dict(data: Any) -> TokenLayout:
 
 
 def read_layout(path: Path) -> tuple[TokenLayout, AttentionShape]:
-    """Read a layout file. Raises ValueError naming it, and a key that is missing, unknown, doubled or wrong."""
+    """Read a layout file. Raises ValueError naming it, and a key that is missing, unknown or wrong."""
     data = read_json(path)
     try:
         layout = layout_from_dict(data)

@@ -46,35 +46,13 @@ def printable(text: object) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: it is not JSON (a JSONDecodeError), has a key twice in one object or numbers that JSON has not, such
-            as NaN, or is nested too deeply for Python.
-    """
+    """Parse a JSON text. Raises ValueError if it is not JSON (a JSONDecodeError), or nested too deeply for Python."""
     try:
-        return json.loads(
-            text, object_pairs_hook=_object, parse_constant=_refuse_constant
-        )
+        return json.loads(text)
     except RecursionError:
         raise ValueError(
             "nested too deeply: no file of this format needs more than five levels"
         ) from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict[str, Any]()
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(
-                f"the key {brief(key)} is there twice in one object: write it once"
-            )
-        found[key] = value
-    return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON: write a finite one")
 
 
 def is_number(value: object) -> bool:

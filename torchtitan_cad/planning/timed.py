@@ -120,13 +120,10 @@ class LayerTimes:
         """Return the seconds of the exchange that nothing hides."""
         return max(0.0, self.exchange_seconds(plan) - self.hidden_seconds(plan))
 
-    def compute_seconds(self, plan: Plan) -> float:
-        """Return a layer's seconds without exchanges: linear work, and attention of the slowest rank."""
-        return self.linear_seconds(plan.layout) + self.attention_seconds(plan)
-
     def layer_seconds(self, plan: Plan) -> float:
-        """Return a layer's seconds: those of compute, and of the exposed exchange."""
-        return self.compute_seconds(plan) + self.exposed_seconds(plan)
+        """Return a layer's seconds: linear work, attention of the slowest rank, and the exposed exchange."""
+        compute = self.linear_seconds(plan.layout) + self.attention_seconds(plan)
+        return compute + self.exposed_seconds(plan)
 
     def microbatch_seconds(self, plans: Sequence[Plan]) -> float:
         """Return a layer's seconds for all nano-batches, between which ranks meet only if rows move."""

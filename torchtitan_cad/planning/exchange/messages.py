@@ -100,24 +100,18 @@ def _divide(
     rows: tuple[int, ...], row_bytes: tuple[int, ...], buffer_bytes: int
 ) -> list[tuple[int, ...]]:
     """Divide the rows of every kind into chunks: one if all fit together, else the fewest of at least one row each."""
-    if (
-        sum(aligned(num * size) for num, size in zip(rows, row_bytes, strict=True))
-        <= BUFFERS_PER_CALL * buffer_bytes
-    ):
+    kinds = list(zip(rows, row_bytes, strict=True))
+    together = sum(aligned(num * size) for num, size in kinds)
+    if together <= BUFFERS_PER_CALL * buffer_bytes:
         return [(num,) for num in rows]
-    counts = [
-        max(1, -(-num // max(1, buffer_bytes // size)))
-        for num, size in zip(rows, row_bytes, strict=True)
-    ]
-    return [
-        tuple(
-            end - begin
-            for begin, end in pairwise(
-                num * number // count for number in range(count + 1)
-            )
-        )
-        for num, count in zip(rows, counts, strict=True)
-    ]
+    return [_even_chunks(num, most=buffer_bytes // size) for num, size in kinds]
+
+
+def _even_chunks(num: int, most: int) -> tuple[int, ...]:
+    """Divide rows into the fewest chunks of at most ``most`` rows, or of one row each, and about equal size."""
+    count = max(1, -(-num // max(1, most)))
+    ends = [num * number // count for number in range(count + 1)]
+    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def buffer_bytes(gigabytes: float | None = None, nano_batches: int = 1) -> int:

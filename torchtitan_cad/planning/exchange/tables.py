@@ -267,8 +267,12 @@ def _row_exchange(needs: RowNeeds, rank: int, space: _RowSpace) -> RowExchange:
 
 def most_rows(queries: RowNeeds, keys: RowNeeds) -> MostRows:
     """Return the rows of the busiest ranks, see :class:`MostRows`."""
-    rows = (queries.rows_in, keys.rows_in, queries.rows_out, keys.rows_out)
-    return MostRows(*(int(column.max(initial=0)) for column in rows))
+    return MostRows(
+        received_queries=int(queries.rows_in.max()),
+        received_keys=int(keys.rows_in.max()),
+        sent_queries=int(queries.rows_out.max()),
+        sent_keys=int(keys.rows_out.max()),
+    )
 
 
 def _require_size(

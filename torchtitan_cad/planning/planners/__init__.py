@@ -4,7 +4,6 @@
 from torchtitan_cad.planning.planners.base import (
     Planner,
     get_planner,
-    planner_names,
     register_planner,
 )
 from torchtitan_cad.planning.planners.home import plan_home
@@ -15,6 +14,5 @@ __all__ = [
     "get_planner",
     "plan_home",
     "plan_local_search",
-    "planner_names",
     "register_planner",
 ]

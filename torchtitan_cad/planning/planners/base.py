@@ -47,13 +47,10 @@ def register_planner(name: str) -> Callable[[Planner], Planner]:
     return register
 
 
-def planner_names() -> list[str]:
-    """Return the names of the registered planners, sorted."""
-    return sorted(_PLANNERS)
-
-
 def get_planner(name: str) -> Planner:
     """Return the planner of that name. Raises ValueError naming the known planners."""
     if name not in _PLANNERS:
-        raise ValueError(f"planner = {name!r}: set one of {', '.join(planner_names())}")
+        raise ValueError(
+            f"planner = {name!r}: set one of {', '.join(sorted(_PLANNERS))}"
+        )
     return _PLANNERS[name]
