@@ -43,12 +43,13 @@ def compile_once(run: Callable[[], None], report: Report) -> None:
             "compiling the planner in every process, there is no writable cache folder: set NUMBA_CACHE_DIR to one"
         )
         return
-    if is_compiled():
+    ready = folder / _ready_name(_machine_tag())
+    if ready.exists():
         return
     lock = filelock.FileLock(folder / "planner.lock")
     try:
         _acquire(lock, report)
-        if is_compiled():
+        if ready.exists():
             return
         _remove_stale(folder)
         report(
@@ -58,7 +59,7 @@ def compile_once(run: Callable[[], None], report: Report) -> None:
         with _no_garbage_collection():
             run()
         report(f"compiled the planner in {time.perf_counter() - begin:.0f} s")
-        (folder / _ready_name(_machine_tag())).touch()
+        ready.touch()
     except (OSError, NotImplementedError) as error:  # Timeout is one, too
         report(f"compiling the planner in this process, not once per machine: {error}")
     finally:
