@@ -24,7 +24,6 @@ from torchtitan_cad.planning.intervals import (
     begins_group,
     sum_by_index,
 )
-from torchtitan_cad.planning.model.work import layout_pairs
 
 SLACK = 1 - 1e-9
 """factor that covers the rounding of floating point, so that the bound stays a certificate"""
@@ -49,7 +48,8 @@ class _Holdings(NamedTuple):
 def bound_of(plan: Plan) -> int:
     """Return a bound on the bytes of any plan with loads within this one's limit or, if larger, its largest load."""
     most = max(plan.stats.load_limit, int(plan.stats.loads.max()))
-    pairs = min(layout_pairs(plan.layout), plan.cost.max_pairs(most))
+    every = int(_triangle(plan.layout.doc_lengths).sum())
+    pairs = min(every, plan.cost.max_pairs(most))
     return lower_bound(plan.layout, plan.shape, pairs)
 
 
