@@ -124,7 +124,7 @@ def placed_layout(
 ) -> TokenLayout:
     """Documents laid end to end, and then where ``place`` puts them, as training plans them by default."""
     layout = workload_layout(workload, ranks, seed, pretrain)
-    plan, _ = place_and_plan(layout, SHAPE, PlannerConfig(tolerance=TOLERANCE))
+    plan = place_and_plan(layout, SHAPE, PlannerConfig(tolerance=TOLERANCE))
     return plan.layout
 
 

@@ -43,7 +43,7 @@ def measure(
             make_plan(layout, costs.shape, PlannerConfig()) for layout in layouts
         ],
         "auto": [
-            plan_by_time([layout], costs.shape, PlannerConfig(), times).plans[0][0]
+            plan_by_time([layout], costs.shape, PlannerConfig(), times)[0]
             for layout in layouts
         ],
     }

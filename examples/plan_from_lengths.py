@@ -42,7 +42,7 @@ shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2
 config = PlannerConfig(tolerance=0.02)
 plans = {
     "homes of the loader": make_plan(layout, shape, config),
-    "homes chosen anew": place_and_plan(layout, shape, config)[0],
+    "homes chosen anew": place_and_plan(layout, shape, config),
 }
 for homes, plan in plans.items():
     stats = plan.stats

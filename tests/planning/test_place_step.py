@@ -178,8 +178,6 @@ def test_a_pipeline_fills_and_drains_by_light_microbatches():
     given_step = [[rows([of_rank], 10 * i)] for i, of_rank in enumerate(lengths)]
     step = plan_step(given_step, FULL, stages=4)
     assert [plan.layout.docs[0] for plan in plans_of(step)] == [30, 0, 10, 20]
-    given_plans = [microbatch.given_plans[0][0] for microbatch in step]
-    assert [plan.layout.docs[0] for plan in given_plans] == [0, 10, 20, 30]
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))
@@ -202,7 +200,7 @@ def test_moves_far_less_than_within_microbatches():
         segments = spanning_layout(lengths, 8).segments()
         held = [[length for *_, length in of_rank] for of_rank in segments]
         layouts.append(rows(held, first_id=1000 * number))
-    alone = moved_by(*(place_and_plan(layout, LLAMA)[0] for layout in layouts))
+    alone = moved_by(*(place_and_plan(layout, LLAMA) for layout in layouts))
     together = moved_by(*plans_of(plan_step([[layout] for layout in layouts], FULL)))
     assert together.total < 0.5 * alone.total
     assert together.worst < 0.5 * alone.worst
@@ -235,7 +233,6 @@ def test_what_has_no_tokens_stays_home(times, stages):
         return plans_of(plan_step(step, FULL, times=times, stages=stages))
 
     for plan in plans(empty, empty):
-        assert plan.config.planner == "home"
         assert plan.layout is empty
     tokens = [plan.layout.num_tokens for plan in plans(empty, some)]
     assert sorted(tokens) == [0, 1501]

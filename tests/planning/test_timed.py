@@ -44,12 +44,12 @@ KEY_BYTES = LLAMA.kv_bytes + BACKWARD.kv_bytes
 
 
 def fastest(times: LayerTimes) -> Plan:
-    found = plan_by_time([LAYOUT], LLAMA, CONFIG, times, place=False)
-    return found.plans[0][0]
+    (plan,) = plan_by_time([LAYOUT], LLAMA, CONFIG, times, place=False)
+    return plan
 
 
 def at_home(layout: TokenLayout = LAYOUT) -> Plan:
-    return stay_home([layout], LLAMA, CONFIG).plans[0][0]
+    return stay_home([layout], LLAMA, CONFIG)[0]
 
 
 def test_an_exchange_that_costs_nothing_is_worth_perfect_balance():

@@ -12,9 +12,8 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.model.tasks import TASK_DTYPE
-from torchtitan_cad.planning.placement.microbatch import PlannedMicrobatch
 from torchtitan_cad.planning.placement.place import place_and_plan
-from torchtitan_cad.planning.placement.step import plan_step
+from torchtitan_cad.planning.placement.step import PlannedMicrobatch, plan_step
 from torchtitan_cad.planning.plan import Plan, make_plan, warm_up
 from torchtitan_cad.planning.planners import (
     Planner,

@@ -43,17 +43,14 @@ def run(
     tokens, shape = read_layout(layout)
     try:
         load_planner()
-        if place:
-            plan, given_plan = place_and_plan(tokens, shape, config)
-        else:
-            plan = make_plan(tokens, shape, config)
-            given_plan = None
+        given_plan = make_plan(tokens, shape, config)
+        plan = place_and_plan(tokens, shape, config) if place else given_plan
     except ValueError as error:
         raise ValueError(f"{printable(layout)}: {error}") from error
     if output is not None:
         output.write_text(plan.to_json() + "\n")
         say_written(output)
-    rows = _figures(plan, given_plan)
+    rows = _figures(plan, given_plan if place else None)
     width = max(map(len, rows))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Planning one microbatch: its record, homes for its nano-batches, and plans of the least predicted time.
+"""Planning one microbatch: homes for its nano-batches, and plans of the least predicted time.
 
 With ``tolerance = "auto"`` queries stay home where moving does not gain. A plan of lower tolerance balances better and
 moves more bytes. Which plan is faster depends on the batch and on the machine: the exchange costs only the time by
@@ -12,7 +12,7 @@ these keys again. The keys of a document that lies in one nano-batch move once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,49 +30,23 @@ LEAST_GAIN = 0.01
 """A plan that is predicted to save less than this share of the time at home is not taken."""
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedMicrobatch:
-    """A microbatch with its plans.
-
-    Attributes:
-        plans: [kinds of attention][nano-batches] plans for the homes that were chosen.
-        given_plans: [kinds of attention][nano-batches] plans for the homes that the loader gave; the same objects where
-            these are kept.
-    """
-
-    plans: Sequence[Sequence[Plan]]
-    given_plans: Sequence[Sequence[Plan]]
-
-    @property
-    def layouts(self) -> list[TokenLayout]:
-        """Homes of every nano-batch, with documents as the first kind of attention cuts them."""
-        return [plan.layout for plan in self.plans[0]]
-
-
 def plan_in_place(
-    layouts: Sequence[TokenLayout],
-    shape: AttentionShape,
-    config: PlannerConfig,
-) -> PlannedMicrobatch:
-    """Plan the nano-batches for the homes that they have."""
-    plans = [make_plan(layout, shape, config) for layout in layouts]
-    return PlannedMicrobatch([plans], [plans])
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig
+) -> list[Plan]:
+    """Plan the nano-batches of a microbatch for the homes that they have."""
+    return [make_plan(layout, shape, config) for layout in layouts]
 
 
 def stay_home(
-    layouts: Sequence[TokenLayout],
-    shape: AttentionShape,
-    config: PlannerConfig,
-) -> PlannedMicrobatch:
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig
+) -> list[Plan]:
     """Plan the nano-batches such that every query is served at home."""
     return plan_in_place(layouts, shape, replace(config, planner="home"))
 
 
 def place_microbatch(
-    layouts: Sequence[TokenLayout],
-    shape: AttentionShape,
-    config: PlannerConfig,
-) -> PlannedMicrobatch:
+    layouts: Sequence[TokenLayout], shape: AttentionShape, config: PlannerConfig
+) -> list[Plan]:
     """Place and plan a microbatch: one nano-batch, two by rows, or two of which the later attends to the earlier.
 
     In the last case the second layout holds all tokens, those of the earlier nano-batch first on every rank and as keys
@@ -80,18 +54,31 @@ def place_microbatch(
     in both, the longest that fits in neither.
 
     Returns:
-        Layouts with as many tokens of each nano-batch on every rank. The given ones are kept if no better ones are
-        found.
+        Plans whose layouts have as many tokens of each nano-batch on every rank. The given layouts are kept if no
+        better ones are found.
 
     Raises:
         ValueError: as ``make_plan``.
     """
-    if not layouts[-1].seg_attends.all():
-        return _place_nano_batches(layouts[0], layouts[1], shape, config)
-    pairs = [place_and_plan(layout, shape, config) for layout in layouts]
-    return PlannedMicrobatch(
-        [[plan for plan, _ in pairs]], [[given_plan for _, given_plan in pairs]]
-    )
+    if layouts[-1].seg_attends.all():
+        return [place_and_plan(layout, shape, config) for layout in layouts]
+    earlier, every = layouts
+    given_plans = plan_in_place(layouts, shape, config)
+    before = moved_by(*given_plans)
+    if not before.worst:
+        return given_plans
+    earlier_capacities = earlier.tokens_per_rank
+    begun = divide_documents(every.doc_lengths, int(earlier_capacities.sum()))
+    # Within a nano-batch, the tokens of a document that is cut count as a document of their own.
+    first_layout = _lay_out(every.docs, begun, earlier_capacities)
+    later = every.doc_lengths - begun
+    second_layout = _lay_out(every.docs, later, every.queries_per_rank)
+    first = place_and_plan(first_layout, shape, config)
+    second = place_and_plan(second_layout, shape, config)
+    shift = begun[every.doc_index(second.layout.seg_doc)]
+    plans = [first, with_earlier_keys(first, second, shift)]
+    is_better = moved_by(*plans).score(before) < before.score(before)
+    return plans if is_better else given_plans
 
 
 def plan_by_time(
@@ -101,67 +88,49 @@ def plan_by_time(
     times: LayerTimes,
     *,
     place: bool = False,
-    home: PlannedMicrobatch | None = None,
-) -> PlannedMicrobatch:
+) -> list[Plan]:
     """Plan a microbatch's nano-batches for the least predicted time over ``TOLERANCES``, and maybe place them.
 
-    They stay home, with ``stay_home`` (``home``, if that is known), where no plan saves ``LEAST_GAIN``. Tolerances rise
-    until the exchange is hidden: then balance alone counts, which higher ones only worsen. ``Plan.config`` tells which
-    was chosen. Equal inputs give equal plans.
+    They stay home, with ``stay_home``, where no plan saves ``LEAST_GAIN``. Tolerances rise until the exchange is
+    hidden: then balance alone counts, which higher ones only worsen. ``Plan.config`` tells which was chosen. Equal
+    inputs give equal plans.
 
     Raises:
         ValueError: as ``make_plan``.
     """
-    home = home or stay_home(layouts, shape, config)
-    (home_plans,) = home.plans
-    balanced_seconds = sum(times.best_seconds(plan) for plan in home_plans)
-    best = home
-    best_seconds = (1 - LEAST_GAIN) * times.microbatch_seconds(home_plans)
+    best = stay_home(layouts, shape, config)
+    balanced_seconds = sum(times.best_seconds(plan) for plan in best)
+    best_seconds = (1 - LEAST_GAIN) * times.microbatch_seconds(best)
     if config.planner == "home" or balanced_seconds > best_seconds:
-        return home
+        return best
     make = place_microbatch if place else plan_in_place
     for tolerance in TOLERANCES:
-        candidate = make(layouts, shape, replace(config, tolerance=tolerance))
-        (plans,) = candidate.plans
+        plans = make(layouts, shape, replace(config, tolerance=tolerance))
         seconds = times.microbatch_seconds(plans)
         if seconds < best_seconds:
-            best = candidate
+            best = plans
             best_seconds = seconds
         if not any(times.exposed_seconds(plan) for plan in plans):
             break
     return best
 
 
-def _place_nano_batches(
-    earlier: TokenLayout,
-    every: TokenLayout,
-    shape: AttentionShape,
-    config: PlannerConfig,
-) -> PlannedMicrobatch:
-    """Place and plan two nano-batches of which the later attends to the earlier; ``every`` holds the tokens of both."""
-    earlier_capacities = earlier.tokens_per_rank
-    begun = divide_documents(every.doc_lengths, int(earlier_capacities.sum()))
-    # Within a nano-batch, the tokens of a document that is cut count as a document of their own.
-    first_given = _lay_out(every.docs, begun, earlier_capacities)
-    second_given = _lay_out(
-        every.docs, every.doc_lengths - begun, every.queries_per_rank
+def with_earlier_keys(first: Plan, second: Plan, shift: IntArray | int = 0) -> Plan:
+    """Plan the later of two nano-batches with the earlier one's tokens as keys.
+
+    Args:
+        shift: [S] tokens of its document in the earlier nano-batch, by segment of the later one's layout.
+    """
+    keys = first.layout
+    queries = second.layout
+    layout = TokenLayout.from_arrays(
+        keys.num_ranks,
+        np.append(keys.seg_rank, queries.seg_rank),
+        np.append(keys.seg_doc, queries.seg_doc),
+        np.append(keys.seg_start, queries.seg_start + shift),
+        np.append(keys.seg_length, queries.seg_length),
+        np.repeat([False, True], [len(keys.seg_rank), len(queries.seg_rank)]),
     )
-    first, _ = place_and_plan(first_given, shape, config)
-    second, _ = place_and_plan(second_given, shape, config)
-    shift = begun[every.doc_index(second.layout.seg_doc)]
-    new = [
-        first,
-        make_plan(_joined(first.layout, second.layout, shift), shape, config),
-    ]
-    old = [make_plan(layout, shape, config) for layout in (earlier, every)]
-    before = moved_by(*old)
-    is_better = before.worst and moved_by(*new).score(before) < before.score(before)
-    return PlannedMicrobatch([new if is_better else old], [old])
-
-
-def with_earlier_keys(first: Plan, second: Plan) -> Plan:
-    """Plan the later of two nano-batches, which share no document, with the earlier one's tokens as keys."""
-    layout = _joined(first.layout, second.layout, np.zeros_like(second.layout.seg_doc))
     return make_plan(layout, second.shape, second.config)
 
 
@@ -192,16 +161,4 @@ def _lay_out(docs: IntArray, lengths: IntArray, capacities: IntArray) -> TokenLa
     source, rank, start, end = end_to_end(lengths[used], capacities)
     return TokenLayout.from_arrays(
         len(capacities), rank, docs[used][source], start, end - start
-    )
-
-
-def _joined(first: TokenLayout, second: TokenLayout, shift: IntArray) -> TokenLayout:
-    """Join both nano-batches, ``first`` as keys only; segments of ``second`` begin ``shift`` [S] tokens later."""
-    return TokenLayout.from_arrays(
-        first.num_ranks,
-        np.append(first.seg_rank, second.seg_rank),
-        np.append(first.seg_doc, second.seg_doc),
-        np.append(first.seg_start, second.seg_start + shift),
-        np.append(first.seg_length, second.seg_length),
-        np.repeat([False, True], [len(first.seg_rank), len(second.seg_rank)]),
     )

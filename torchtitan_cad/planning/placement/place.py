@@ -5,28 +5,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import replace
 
 from torchtitan_cad.planning.compile_once import Report
-from torchtitan_cad.planning.exchange.traffic import Moved
-from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.model.tasks import TaskArray
 from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.planning.placement.home_search import WEIGHTS, HomeSearch
 from torchtitan_cad.planning.plan import (
     Plan,
-    bytes_by_rank,
     entry_point_callers,
     make_plan,
     moved_by,
     warm_up,
 )
-from torchtitan_cad.planning.planners.local_search.planner import search
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +34,7 @@ def place_and_plan(
     layout: TokenLayout,
     shape: AttentionShape,
     config: PlannerConfig | None = None,
-) -> tuple[Plan, Plan]:
+) -> Plan:
     """Choose new homes for the tokens, for which the plan moves fewer bytes, above all on the worst rank.
 
     Every rank keeps its number of tokens, in document order. Equal inputs give equal homes on every rank. The given
@@ -47,51 +42,32 @@ def place_and_plan(
     lower ``score`` is found. Bytes between nodes count ``BETWEEN_NODES`` times.
 
     Returns:
-        The plan for the chosen homes, which are its ``layout`` and whose search its ``plan_seconds`` count, and the
-        plan for the given ones; the same object if these are kept.
+        The plan for the chosen homes, which are its ``layout`` and whose search its ``plan_seconds`` count.
 
     Raises:
         ValueError: as ``make_plan``.
     """
     begin = time.perf_counter()
     config = config or PlannerConfig()
-    given_plan = make_plan(layout, shape, config)
-    before = moved_by(given_plan)
-    if (
-        layout.num_ranks == 1
-        or not before.worst
-        or not layout.seg_attends.all()
-        or shape.window is not None
-    ):
-        return given_plan, given_plan
+    best = make_plan(layout, shape, config)
+    before = moved_by(best)
+    all_attend = layout.seg_attends.all()
+    if not before.worst or not all_attend or shape.window is not None:
+        return best
     num_searches = max(1, SEARCHES // max(8, layout.num_ranks))
     searches = [
-        HomeSearch(layout, shape, config, given_plan.cost, weights)
+        HomeSearch(layout, shape, config, best.cost, weights)
         for weights in WEIGHTS[:num_searches]
     ]
     least_score = before.score(before)
-    best: tuple[TokenLayout, Callable[[], TaskArray]] | None = None
     for seed in range(num_searches):
         homes = searches[seed % len(searches)].find(seed)
-        by_rank, make_tasks = _try(homes, shape, config)
-        score = Moved.of(by_rank).score(before)
+        plan = make_plan(homes, shape, config)
+        score = moved_by(plan).score(before)
         if score < least_score:
-            best = homes, make_tasks
+            best = plan
             least_score = score
-    if best is None:
-        return given_plan, given_plan
-    homes, make_tasks = best
-    return Plan.from_tasks(homes, shape, config, make_tasks(), begin), given_plan
-
-
-def _try(
-    layout: TokenLayout, shape: AttentionShape, config: PlannerConfig
-) -> tuple[IntArray, Callable[[], TaskArray]]:
-    """Return what ``search`` does, for a layout whose tokens all attend."""
-    if config.planner == "local_search":
-        return search(layout, shape, config, TileAreaCost(config.cost_tile))
-    plan = make_plan(layout, shape, config)
-    return bytes_by_rank(plan), lambda: plan.tasks
+    return replace(best, plan_seconds=time.perf_counter() - begin)
 
 
 def warm_up_placement(report: Report = _logger.info) -> None:

@@ -11,7 +11,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,7 +23,6 @@ from torchtitan_cad.planning.intervals import FloatArray, IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
-from torchtitan_cad.planning.model.shape import AttentionShape
 from torchtitan_cad.planning.pipeline.one_f_one_b import (
     best_order,
     best_profile,
@@ -32,24 +31,34 @@ from torchtitan_cad.planning.pipeline.one_f_one_b import (
 from torchtitan_cad.planning.placement.fill import FILLED, fill
 from torchtitan_cad.planning.placement.microbatch import (
     LEAST_GAIN,
-    PlannedMicrobatch,
     place_microbatch,
     plan_by_time,
     plan_in_place,
     stay_home,
     with_earlier_keys,
 )
-from torchtitan_cad.planning.plan import Plan, make_plan, moved_by
+from torchtitan_cad.planning.plan import Plan, moved_by
 from torchtitan_cad.planning.timed import LayerTimes
 
-ACCEPTED_TOTAL = 0.35
-ACCEPTED_WORST = 0.25
-"""Refilled microbatches are taken without a look at the given ones if they move at most these shares of the bytes that
-the given homes move: of all ranks, and of the worst rank."""
+ACCEPTED_SCORE = 0.85
+"""Refilled microbatches are taken without a look at the given ones if what they move has at most this score."""
 
 Microbatches = Sequence[Sequence[TokenLayout]]
 """The layouts of the nano-batches of every microbatch of a step."""
-Step = list[PlannedMicrobatch]
+Step = list[list[Plan]]
+"""The plans of the nano-batches of every microbatch of a step, for one kind of attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedMicrobatch:
+    """A microbatch with its plans, [kinds of attention][nano-batches]."""
+
+    plans: Sequence[Sequence[Plan]]
+
+    @property
+    def layouts(self) -> list[TokenLayout]:
+        """Homes of every nano-batch, with documents as the first kind of attention cuts them."""
+        return [plan.layout for plan in self.plans[0]]
 
 
 def plan_step(
@@ -85,102 +94,61 @@ def plan_step(
     """
     check_step(microbatches, kinds, stages, place=place)
 
-    def plan_in_homes(homes: Microbatches, kind: AttentionKind) -> Step:
-        layouts = [
-            [kind.layout(layout, columns) for layout in nanos] for nanos in homes
-        ]
-        return _StepPlanner(
-            kind.shape, complete_config(kind.shape, config), times, False, 1
-        ).plan(layouts)
+    def plan_kind(kind: AttentionKind, homes: Microbatches, place: bool) -> Step:
+        planner = _StepPlanner(
+            kind, complete_config(kind.shape, config), times, place, stages
+        )
+        return planner.plan(
+            [[kind.layout(layout, columns) for layout in nanos] for nanos in homes]
+        )
 
-    shape = kinds[0].shape
-    first = _StepPlanner(
-        shape, complete_config(shape, config), times, place, stages
-    ).plan(microbatches)
-    if len(kinds) == 1:
-        return first
-    homes = [microbatch.layouts for microbatch in first]
-    steps = [first, *(plan_in_homes(homes, kind) for kind in kinds[1:])]
+    def plan_in_homes(
+        homes: Microbatches, kinds: Sequence[AttentionKind]
+    ) -> list[Step]:
+        return [plan_kind(kind, homes, place=False) for kind in kinds]
+
+    first = plan_kind(kinds[0], microbatches, place)
+    homes = [[plan.layout for plan in plans] for plans in first]
+    steps = [first, *plan_in_homes(homes, kinds[1:])]
     # layouts are equal if they are the same
-    if homes == [list(nanos) for nanos in microbatches]:
-        return _of_all_kinds(steps)
-    stay = [plan_in_homes(microbatches, kind) for kind in kinds]
-    if not _is_better(steps, stay, kinds, times, stages):
-        return _of_all_kinds(stay)
-    old = [[microbatch.plans[0] for microbatch in step] for step in stay]
-    old[0] = [microbatch.given_plans[0] for microbatch in first]
-    return [
-        PlannedMicrobatch(microbatch.plans, given_plans)
-        for microbatch, *given_plans in zip(_of_all_kinds(steps), *old, strict=True)
-    ]
+    has_moved = homes != [list(nanos) for nanos in microbatches]
+    if len(kinds) > 1 and has_moved:
+        stay = plan_in_homes(microbatches, kinds)
+        judge = _Judge(kinds, times, stages, before=_moved(stay, kinds))
+        if judge.cost(stay) <= judge.cost(steps):
+            steps = stay
+    return [PlannedMicrobatch(plans) for plans in zip(*steps, strict=True)]
 
 
-def _of_all_kinds(steps: Sequence[Step]) -> Step:
-    """Return a step with the plans of all kinds, from a step of each."""
-    return [
-        PlannedMicrobatch(
-            [microbatch.plans[0] for microbatch in by_kind],
-            [microbatch.given_plans[0] for microbatch in by_kind],
-        )
-        for by_kind in zip(*steps, strict=True)
-    ]
+@dataclass(frozen=True)
+class _Judge:
+    """Compares steps: by predicted seconds or, without rates, by what they move over what is moved ``before``."""
 
+    kinds: Sequence[AttentionKind]
+    times: LayerTimes | None
+    stages: int
+    before: Moved
 
-def _is_better(
-    steps: Sequence[Step],
-    stay: Sequence[Step],
-    kinds: Sequence[AttentionKind],
-    times: LayerTimes | None,
-    stages: int,
-) -> bool:
-    """Tell whether steps of all kinds take less time than others or, without rates, move fewer bytes."""
-    if times is not None:
-        return _all_seconds(steps, kinds, times, stages) < _all_seconds(
-            stay, kinds, times, stages
-        )
-    new = _all_moved(steps, kinds)
-    old = _all_moved(stay, kinds)
-    # homes for equal work, as nothing moved before
-    return new.score(old) < old.score(old) if old.worst else stages > 1
-
-
-def _all_seconds(
-    steps: Sequence[Step],
-    kinds: Sequence[AttentionKind],
-    times: LayerTimes,
-    stages: int,
-) -> float:
-    seconds = [
-        [times.microbatch_seconds(microbatch.plans[0]) for microbatch in step]
-        for step in steps
-    ]
-    layers = np.array([kind.layers for kind in kinds])
-    return in_stages(layers @ np.array(seconds), stages)
-
-
-def _all_moved(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> Moved:
-    """Return what all layers move."""
-    moved = [
-        kind.layers * np.array(_moved(step))
-        for kind, step in zip(kinds, steps, strict=True)
-    ]
-    return Moved(*np.sum(moved, axis=0).tolist())
-
-
-def _moved(step: Step) -> Moved:
-    return moved_by(*_plans(step))
-
-
-def _plans(step: Step) -> list[Plan]:
-    """Return the plans of all microbatches, of the first kind."""
-    return [*chain(*(microbatch.plans[0] for microbatch in step))]
+    def cost(self, steps: Sequence[Step]) -> float:
+        """Return the cost of a step, which has plans for every kind."""
+        if self.times is None:
+            if not self.before.worst:  # homes for equal work, whatever they move
+                return 0.0
+            return float(_moved(steps, self.kinds).score(self.before))
+        attention = np.zeros(len(steps[0]))
+        linear = 0.0
+        for kind, step in zip(self.kinds, steps, strict=True):
+            of_layer, linear_of_layer = _attention_and_linear(step, self.times)
+            attention += kind.layers * of_layer
+            linear += kind.layers * linear_of_layer
+        return in_stages(attention, self.stages, linear)
 
 
 @dataclass(frozen=True)
 class _StepPlanner:
     """Plans steps for one kind of attention; the arguments of ``plan_step``."""
 
-    shape: AttentionShape
+    kind: AttentionKind
     config: PlannerConfig
     times: LayerTimes | None
     place: bool
@@ -188,166 +156,108 @@ class _StepPlanner:
 
     def plan(self, microbatches: Microbatches) -> Step:
         """Plan the microbatches, and maybe place them."""
-        # no tokens
-        if not any(len(layout.docs) for layout in chain(*microbatches)):
-            return self._stay_home(microbatches)
-        if self.times is not None:
-            return self._by_time(microbatches, self.times)
-        step = self._by_bytes(microbatches)
-        if not self.place or self.stages == 1:
-            return step
-        work = []
-        for microbatch in step:
-            stats = [plan.stats for plan in microbatch.plans[0]]
-            work.append(sum(nano.mean_load * nano.max_over_mean for nano in stats))
-        return self._reordered(step, np.array(work), float(np.mean(work)))
+        if self.times is None:
+            return self._by_bytes(microbatches)
+        return self._by_time(microbatches, self.times)
 
     def _by_bytes(self, microbatches: Microbatches) -> Step:
-        stay = [plan_in_place(nanos, self.shape, self.config) for nanos in microbatches]
-        before = _moved(stay)
+        shape = self.kind.shape
+        stay = [plan_in_place(nanos, shape, self.config) for nanos in microbatches]
+        before = _moved([stay], [self.kind])
         may_gain = before.worst or self.stages > 1
-        if not self.place or self.config.planner == "home" or not may_gain:
+        if not self.place or not may_gain or self.config.planner == "home":
             return stay
-        refilled = [
-            self._place(nanos) for nanos in _refilled(microbatches, self.stages)
-        ]
-        if refilled:
-            refilled = self._finished(
-                refilled, microbatches, [microbatch.plans[0] for microbatch in stay]
-            )
-        if not before.worst:  # nothing moves in the given layouts
-            return refilled or stay
-        moved = _moved(refilled)
-        is_accepted = (
-            moved.total <= ACCEPTED_TOTAL * before.total
-            and moved.worst <= ACCEPTED_WORST * before.worst
-        )
-        if refilled and is_accepted:
-            return refilled
-        alone = [self._place(nanos) for nanos in microbatches]
-        least = _moved(alone)
-        exceeds = self.stages == 1 and (
-            moved.total > least.total or moved.worst > least.worst
-        )
-        return (
-            alone
-            if not refilled or exceeds or least.score(before) <= moved.score(before)
-            else refilled
-        )
+
+        def place(nanos: Sequence[TokenLayout]) -> list[Plan]:
+            return place_microbatch(nanos, shape, self.config)
+
+        judge = _Judge([self.kind], None, self.stages, before)
+        return self._best(microbatches, place, judge, ACCEPTED_SCORE, linear=1.0)
 
     def _by_time(self, microbatches: Microbatches, times: LayerTimes) -> Step:
-        home = self._stay_home(microbatches)
-        linear = sum(times.linear_seconds(plan.layout) for plan in _plans(home))
-        even = sum(times.best_seconds(plan) for plan in _plans(home))
-        filling = self.stages - 1  # microbatches for which a pipeline fills or drains
-        most = (1 - LEAST_GAIN) * self._seconds(home, times)
-        least = even + filling * linear / len(microbatches)
-        if self.config.planner == "home" or least > most:
+        shape = self.kind.shape
+        home = [stay_home(nanos, shape, self.config) for nanos in microbatches]
+        judge = _Judge([self.kind], times, self.stages, _moved([home], [self.kind]))
+        plans = list(chain(*home))
+        linear = sum(times.linear_seconds(plan.layout) for plan in plans)
+        even = sum(times.best_seconds(plan) for plan in plans)
+        # a pipeline fills and drains for this share of the step
+        filling = (self.stages - 1) / len(microbatches)
+        least = self.kind.layers * (even + filling * linear)
+        most = (1 - LEAST_GAIN) * judge.cost([home])
+        if not even or least > most or self.config.planner == "home":
             return home
-        steps = []
-        if self.place:
-            steps = self._refilled_by_time(
-                microbatches, times, linear / (even - linear)
-            )
-        even += filling * even / len(microbatches)  # of equal microbatches
-        if not steps or self._seconds(steps[0], times) > (1 + LEAST_GAIN) * even:
-            alone = [
-                self._fastest(nanos, times, stay)
-                for nanos, stay in zip(microbatches, home, strict=True)
-            ]
-            steps.append(alone)
-        if self.place and self.stages > 1:
-            steps = [
-                self._reordered(step, *_attention_and_linear(step, times))
-                for step in steps
-            ]
-        seconds = [self._seconds(step, times) for step in steps]
-        return steps[int(np.argmin(seconds))] if min(seconds) < most else home
 
-    def _refilled_by_time(
-        self, microbatches: Microbatches, times: LayerTimes, linear: float
-    ) -> list[Step]:
-        """Return the step of refilled microbatches; none if no other documents are found for them."""
-        refilled = _refilled(microbatches, self.stages, linear)
-        if not refilled:
-            return []
-        step = [self._fastest(nanos, times) for nanos in refilled]
-        given_plans = [
-            self._as(nanos, microbatch.plans[0])
-            for nanos, microbatch in zip(microbatches, step, strict=True)
-        ]
-        return [self._finished(step, microbatches, given_plans)]
+        def plan(nanos: Sequence[TokenLayout]) -> list[Plan]:
+            return plan_by_time(nanos, shape, self.config, times, place=self.place)
 
-    def _stay_home(self, microbatches: Microbatches) -> Step:
-        return [stay_home(nanos, self.shape, self.config) for nanos in microbatches]
-
-    def _place(self, nanos: Sequence[TokenLayout]) -> PlannedMicrobatch:
-        return place_microbatch(nanos, self.shape, self.config)
-
-    def _fastest(
-        self,
-        nanos: Sequence[TokenLayout],
-        times: LayerTimes,
-        home: PlannedMicrobatch | None = None,
-    ) -> PlannedMicrobatch:
-        return plan_by_time(
-            nanos,
-            self.shape,
-            self.config,
-            times,
-            place=self.place,
-            home=home,
+        of_equal = self.kind.layers * (1 + filling) * even
+        best = self._best(
+            microbatches,
+            plan,
+            judge,
+            accepted=(1 + LEAST_GAIN) * of_equal,
+            linear=linear / (even - linear),
         )
+        return best if judge.cost([best]) < most else home
 
-    def _as(self, nanos: Sequence[TokenLayout], plans: Sequence[Plan]) -> list[Plan]:
-        """Plan layouts with the options of ``plans``."""
-        pairs = zip(nanos, plans, strict=True)
-        return [make_plan(layout, self.shape, plan.config) for layout, plan in pairs]
+    def _best(
+        self,
+        microbatches: Microbatches,
+        plan: Callable[[Sequence[TokenLayout]], list[Plan]],
+        judge: _Judge,
+        accepted: float,
+        linear: float,
+    ) -> Step:
+        """Return the best of the refilled microbatches and, unless their cost is ``accepted``, the given ones."""
+        steps = []
+        refilled = _refilled(microbatches, self.stages, linear) if self.place else []
+        if refilled:
+            step = [plan(nanos) for nanos in refilled]
+            if not microbatches[0][-1].seg_attends.all():
+                step = [
+                    [first, with_earlier_keys(first, second)] for first, second in step
+                ]
+            steps.append(step)
+        if not refilled or judge.cost([steps[0]]) > accepted:
+            steps.append([plan(nanos) for nanos in microbatches])
+        if self.place and self.stages > 1:
+            steps = [self._reordered(step) for step in steps]
+        return min(steps, key=lambda step: judge.cost([step]))
 
-    def _seconds(self, step: Step, times: LayerTimes) -> float:
-        attention, linear = _attention_and_linear(step, times)
-        return in_stages(attention, self.stages, linear)
-
-    def _reordered(self, step: Step, attention: FloatArray, linear: float) -> Step:
+    def _reordered(self, step: Step) -> Step:
         """Return the microbatches in the order that pipelines like best, if they have the same numbers of tokens."""
         tokens = np.array(
-            [
-                [layout.queries_per_rank for layout in microbatch.layouts]
-                for microbatch in step
-            ]
+            [[plan.layout.queries_per_rank for plan in plans] for plans in step]
         )
         if (tokens != tokens[0]).any():
             return step
-        order = best_order(attention, self.stages, linear)
-        return [
-            PlannedMicrobatch(step[i].plans, old.given_plans)
-            for i, old in zip(order, step, strict=True)
-        ]
-
-    def _finished(
-        self,
-        refilled: Step,
-        microbatches: Microbatches,
-        given_plans: Sequence[Sequence[Plan]],
-    ) -> Step:
-        """Return refilled microbatches with the plans for the given ones; later nano-batches get the earlier ones'
-        keys."""
-        step = []
-        for microbatch, layouts, old in zip(
-            refilled, microbatches, given_plans, strict=True
-        ):
-            plans = list(microbatch.plans[0])
-            if not layouts[-1].seg_attends.all():
-                plans[1] = with_earlier_keys(plans[0], plans[1])
-            step.append(PlannedMicrobatch([plans], [old]))
-        return step
+        attention, linear = _attention_and_linear(step, self.times)
+        return [step[i] for i in best_order(attention, self.stages, linear)]
 
 
-def _attention_and_linear(step: Step, times: LayerTimes) -> tuple[FloatArray, float]:
-    """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these."""
-    linear_seconds = [times.linear_seconds(plan.layout) for plan in _plans(step)]
+def _moved(steps: Sequence[Step], kinds: Sequence[AttentionKind]) -> Moved:
+    """Return what all layers move."""
+    moved = [
+        kind.layers * np.array(moved_by(*chain(*step)))
+        for kind, step in zip(kinds, steps, strict=True)
+    ]
+    return Moved(*np.sum(moved, axis=0).tolist())
+
+
+def _attention_and_linear(
+    step: Step, times: LayerTimes | None
+) -> tuple[FloatArray, float]:
+    """Return the seconds of every microbatch's layer, less those of the mean one's linear work, and these.
+
+    Without rates they are in units of work, and linear work is as much as the mean attention.
+    """
+    if times is None:
+        work = [float(sum(plan.stats.loads.max() for plan in plans)) for plans in step]
+        return np.array(work), float(np.mean(work))
+    linear_seconds = [times.linear_seconds(plan.layout) for plan in chain(*step)]
     linear = sum(linear_seconds) / len(step)
-    seconds = [times.microbatch_seconds(microbatch.plans[0]) for microbatch in step]
+    seconds = [times.microbatch_seconds(plans) for plans in step]
     return np.array(seconds) - linear, linear
 
 
