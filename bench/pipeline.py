@@ -14,8 +14,7 @@ microbatch's documents lie end to end over the data-parallel ranks and may span 
 - ``CAD1F1B``: all ranks, of all stages, share the attention of each tick (planning/pipeline/ticks.py).
 
 The ideal divides all attention evenly over all ranks and has the bubble of the linear work alone. Equal microbatches
-divide it as evenly, but wait in the bubble of 1F1B with it. ``allowed`` is the least found for 1F1B where documents
-with more attention than the mean microbatch stay together, and all other attention is divided at will.
+divide it as evenly, but wait in the bubble of 1F1B with it.
 """
 
 import statistics
@@ -38,8 +37,6 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.model.layout import stack
 from torchtitan_cad.planning.pipeline.one_f_one_b import (
-    best_profile,
-    in_stages,
     one_f_one_b,
 )
 from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
@@ -127,17 +124,6 @@ class Step:
             1 + bubble * attention_waits
         )
 
-    def allowed(self) -> float:
-        lengths = np.concatenate(
-            [layout.doc_lengths for layout in self.layouts]
-        ).astype(np.float64)
-        attention = self.ideal() - len(self.layouts) * (1 + BACKWARD_LINEAR) * (
-            1 + (self.pp - 1) / len(self.layouts)
-        )
-        documents = lengths**2 * attention / (lengths**2).sum()
-        how = self.pp, 1 + BACKWARD_LINEAR
-        return in_stages(best_profile(documents, len(self.layouts), *how), *how)
-
 
 def seconds(plan: Plan) -> np.ndarray:
     """Attention time of every rank."""
@@ -196,7 +182,6 @@ def run(options: Options) -> list[Record]:
     for workload, microbatches, seed in tqdm(cases, desc="simulating", unit="step"):
         step = make_step(options, workload, microbatches, seed)
         ideal, equal = step.ideal(), step.ideal(attention_waits=True)
-        allowed = step.allowed() / equal
         for schedule in SCHEDULES:
             makespan = simulate(step, schedule)
             case = {
@@ -208,7 +193,6 @@ def run(options: Options) -> list[Record]:
             over = {
                 "over_ideal": makespan / ideal,
                 "over_equal": makespan / equal,
-                "allowed": allowed,
             }
             records.append(case | {"makespan": makespan} | over)
     return records
@@ -235,9 +219,6 @@ def table(records: list[Record]) -> list[Record]:
             row[f"{name} / {against}"] = statistics.fmean(
                 r[over] for r in mine if r["schedule"] == name
             )
-        row["allowed / equal microbatches"] = statistics.fmean(
-            r["allowed"] for r in mine
-        )
         rows.append(row)
     return rows
 

@@ -177,7 +177,10 @@ def test_a_pipeline_fills_and_drains_by_light_microbatches():
     lengths = [9600], [3210, 6390], [5000, 4600], [2500, 2530, 4570]
     given_step = [[rows([of_rank], 10 * i)] for i, of_rank in enumerate(lengths)]
     step = plan_step(given_step, FULL, stages=4)
-    assert [plan.layout.docs[0] for plan in plans_of(step)] == [30, 0, 10, 20]
+    first_docs = [plan.layout.docs[0] for plan in plans_of(step)]
+    assert sorted(first_docs) == [0, 10, 20, 30]
+    assert first_docs.index(0) in (1, 2)
+    assert first_docs.index(30) in (0, 3)
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=9), total=st.integers(0, 100))

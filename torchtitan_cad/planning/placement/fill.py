@@ -9,7 +9,8 @@ The last tokens of a microbatch are filled by short documents whose lengths add 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+import math
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -17,6 +18,9 @@ import numpy as np
 
 from torchtitan_cad.planning.intervals import IntArray, end_to_end, sum_by_index
 from torchtitan_cad.planning.model.layout import TokenLayout
+
+Unassigned = list[tuple[int, int]]
+"""(tokens, number) of the documents that no microbatch has taken, ascending"""
 
 FILLED = 0.25
 """tokens of a microbatch that short documents must add up to exactly / mean tokens of a rank"""
@@ -51,262 +55,174 @@ def fill(
     Returns:
         One layout per microbatch; none where no documents add up to the tokens of one.
     """
-    order = np.argsort(lengths, kind="stable")
-    docs = docs[order]
-    lengths = lengths[order]
-    unassigned = _Unassigned(lengths.tolist())
+    unassigned = sorted(zip(lengths.tolist(), range(len(lengths)), strict=True))
+    squares = less or [0.0] * len(capacities)
     microbatches = [
-        _Microbatch(unassigned, of_ranks.tolist(), filled) for of_ranks in capacities
+        _Microbatch(of_ranks.tolist(), begun, filled)
+        for of_ranks, begun in zip(capacities, squares, strict=True)
     ]
     for first in range(0, len(microbatches), together):
         group = microbatches[first : first + together]
-        _assign_longest(unassigned, group, list(less[first : first + together]))
+        _spread_longest(unassigned, group)
+        _assign_longest(unassigned, group, by_sums=bool(less))
         if less:  # those with few documents first, as they have least choice
             group = sorted(group, key=lambda microbatch: len(microbatch.docs))
         for number, microbatch in enumerate(group, start=first + 1):
-            if not microbatch.take_rest(all_left=number == len(microbatches)):
+            all_left = number == len(microbatches)
+            if not microbatch.take_rest(unassigned, all_left=all_left):
                 return []
     return [microbatch.layout(docs, lengths) for microbatch in microbatches]
 
 
-class _Unassigned:
-    """Documents that no microbatch has taken, by ascending length.
-
-    ``_below[i]`` is i where document i - 1 is left, and leads to a shorter one where it is not.
-    """
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self._below = list(range(len(lengths) + 1))
-
-    def longest(self, at_most: int) -> int | None:
-        """Return the longest document that is left, of these tokens at most; None if there is none."""
-        below = self._below
-        i = bisect_right(self.lengths, at_most)
-        while below[i] != i:
-            below[i] = below[below[i]]
-            i = below[i]
-        return i - 1 if i else None
-
-    def left(self) -> list[int]:
-        """Return the documents that are left, by ascending length."""
-        return [i - 1 for i, below in enumerate(self._below) if i and below == i]
-
-    def take(self, doc: int) -> None:
-        """Take a document out."""
-        self._below[doc + 1] = doc
-
-    def give_back(self, doc: int) -> None:
-        """Put a document back, which happens a few times a microbatch at most."""
-        left = {*self.left(), doc}
-        self._below = [
-            i if i == 0 or i - 1 in left else i - 1 for i in range(len(self._below))
-        ]
+def _spread_longest(
+    unassigned: Unassigned, microbatches: Sequence[_Microbatch]
+) -> None:
+    """Spread the documents that are longer than any rank's capacity over several ranks."""
+    widest = max(max(microbatch.tokens) for microbatch in microbatches)
+    while True:
+        most = max(microbatch.left for microbatch in microbatches)
+        at = bisect_right(unassigned, (most, math.inf)) - 1
+        if at < 0 or unassigned[at][0] <= widest:
+            return
+        length, doc = unassigned.pop(at)
+        roomy = [microbatch for microbatch in microbatches if microbatch.left >= length]
+        min(roomy, key=lambda microbatch: microbatch.squares).spread(length, doc)
 
 
 def _assign_longest(
-    unassigned: _Unassigned, microbatches: Sequence[_Microbatch], sums: list[float]
+    unassigned: Unassigned, microbatches: Sequence[_Microbatch], *, by_sums: bool
 ) -> None:
     """Assign the longest documents to the ranks of microbatches, until few tokens of each are left or none fits.
 
-    With ``sums`` of squared tokens that the microbatches begin with, it is the turn of the microbatch with the least.
+    It is the turn of the rank with the least work, with ``by_sums`` in the microbatch with the least squared tokens.
     """
-    of_sums = bool(sums)
-    sums = sums or [0.0] * len(microbatches)
-    _spread_longest(unassigned, microbatches, sums, of_sums=of_sums)
     turns: list[tuple[float, int, int, int]] = []
 
     def queue_turn(number: int) -> None:
         microbatch = microbatches[number]
         if microbatch.queue and microbatch.left > microbatch.few:
             work, capacity, _ = microbatch.queue[0]
-            heapq.heappush(turns, (sums[number], work, capacity, number))
+            squares = microbatch.squares if by_sums else 0.0
+            heapq.heappush(turns, (squares, work, capacity, number))
 
     for number in range(len(microbatches)):
         queue_turn(number)
     while turns:
         number = heapq.heappop(turns)[-1]
-        microbatch = microbatches[number]
-        work, capacity, rank = heapq.heappop(microbatch.queue)
-        doc = unassigned.longest(-capacity)
-        if doc is not None:
-            microbatch.take(doc, rank)
-            length = unassigned.lengths[doc]
-            sums[number] += of_sums * length**2
-            heapq.heappush(
-                microbatch.queue, (work + length**2, capacity + length, rank)
-            )
+        microbatches[number].take_longest(unassigned)
         queue_turn(number)
-
-
-def _spread_longest(
-    unassigned: _Unassigned,
-    microbatches: Sequence[_Microbatch],
-    sums: list[float],
-    *,
-    of_sums: bool,
-) -> None:
-    """Spread the documents that are longer than any rank's capacity over several ranks."""
-    widest = max(max(microbatch.capacities) for microbatch in microbatches)
-    while True:
-        doc = unassigned.longest(max(microbatch.left for microbatch in microbatches))
-        if doc is None or unassigned.lengths[doc] <= widest:
-            return
-        length = unassigned.lengths[doc]
-        roomy = [
-            number
-            for number, microbatch in enumerate(microbatches)
-            if microbatch.left >= length
-        ]
-        chosen = min(
-            roomy,
-            key=lambda number: (
-                sums[number] if of_sums else sum(microbatches[number].work)
-            ),
-        )
-        microbatches[chosen].spread(doc)
-        sums[chosen] += of_sums * length**2
 
 
 class _Microbatch:
     """Documents of a microbatch: most are on one rank each, the others in the capacity that these leave.
 
     Attributes:
-        docs: documents so far, each with its rank or -1.
-        capacities: tokens of every rank less those of spread documents; ``_assign_longest`` counts those of whole
-            documents.
-        work: squared lengths of the spread documents on every rank.
-        left: tokens of the microbatch that no document has.
+        tokens: of every rank.
+        docs: (tokens, number, rank or -1) of its documents.
+        left: tokens that no document has.
         few: tokens that may be left when the longest documents are assigned.
-        queue: heap of (squared lengths on a rank, -tokens of capacity, rank), of the ranks with capacity.
+        squares: squared tokens of its documents, and those that it begins with.
+        queue: heap of (squared tokens on a rank, -tokens of capacity, rank), of the ranks with capacity.
     """
 
-    def __init__(
-        self, unassigned: _Unassigned, capacities: list[int], filled: float
-    ) -> None:
-        self._unassigned = unassigned
-        self._tokens = capacities
-        self.docs: list[tuple[int, int]] = []
-        self.capacities = capacities.copy()
-        self.work = [0] * len(capacities)
-        self.left = sum(capacities)
-        self.few = filled * self.left / len(capacities)
+    def __init__(self, tokens: list[int], squares: float, filled: float) -> None:
+        self.tokens = tokens
+        self.docs: list[tuple[int, int, int]] = []
+        self.left = sum(tokens)
+        self.few = filled * self.left / len(tokens)
+        self.squares = squares
         self.queue = [
-            (0, -capacity, rank) for rank, capacity in enumerate(capacities) if capacity
+            (0, -capacity, rank) for rank, capacity in enumerate(tokens) if capacity
         ]
         heapq.heapify(self.queue)
 
-    def take(self, doc: int, rank: int = -1) -> None:
+    def _take(self, length: int, doc: int, rank: int = -1) -> None:
         """Take a document, which lies on one rank or in the capacity that others leave."""
-        self._unassigned.take(doc)
-        self.docs.append((doc, rank))
-        self.left -= self._unassigned.lengths[doc]
+        self.docs.append((length, doc, rank))
+        self.left -= length
+        self.squares += length**2
 
-    def spread(self, doc: int) -> None:
+    def spread(self, length: int, doc: int) -> None:
         """Take a document longer than any rank's capacity, and count it on the ranks of least work."""
-        self.take(doc)
-        length = left = self._unassigned.lengths[doc]
-        changed = []
+        self._take(length, doc)
+        left = length
         while left:
-            *_, rank = heapq.heappop(self.queue)
-            part = min(self.capacities[rank], left)
-            self.capacities[rank] -= part
-            self.work[rank] += part * length
+            work, capacity, rank = heapq.heappop(self.queue)
+            part = min(-capacity, left)
             left -= part
-            changed.append((self.work[rank], -self.capacities[rank], rank))
-        for entry in changed:
-            if entry[1]:  # without capacity a rank gets no more
-                heapq.heappush(self.queue, entry)
+            capacity += part
+            if capacity:  # that of the last of the ranks
+                heapq.heappush(self.queue, (work + part * length, capacity, rank))
 
-    def take_rest(self, *, all_left: bool) -> bool:
+    def take_longest(self, unassigned: Unassigned) -> None:
+        """Take the longest document that fits the rank of least work, which gets no more if none does."""
+        work, capacity, rank = heapq.heappop(self.queue)
+        at = bisect_right(unassigned, (-capacity, math.inf)) - 1
+        if at >= 0:
+            length, doc = unassigned.pop(at)
+            self._take(length, doc, rank)
+            heapq.heappush(self.queue, (work + length**2, capacity + length, rank))
+
+    def take_rest(self, unassigned: Unassigned, *, all_left: bool) -> bool:
         """Take documents that fill what is left exactly, or all; returns False where none are found that do."""
-        unassigned = self._unassigned
+        if all_left:
+            for length, doc in unassigned:
+                self._take(length, doc)
+            return not self.left
         for _ in range(RETRIES):
-            docs = [
-                doc
-                for doc in unassigned.left()
-                if all_left or unassigned.lengths[doc] <= self.left
-            ]
-            lengths = [unassigned.lengths[doc] for doc in docs]
+            fitting = bisect_right(unassigned, (self.left, math.inf))
+            lengths = [length for length, _ in unassigned[:fitting]]
             enough = bisect_right(list(accumulate(lengths)), 2 * self.left) + 1
-            chosen = (
-                range(len(docs))
-                if all_left
-                else add_up(lengths[: max(CANDIDATES, enough)], self.left)
-            )
+            chosen = add_up(lengths[: max(CANDIDATES, enough)], self.left)
             if chosen is not None:
                 for i in chosen:
-                    self.take(docs[i])
-                return not self.left
+                    self._take(*unassigned.pop(i))
+                return True
             if not self.docs:
                 break
-            shortest = min(self.docs)
-            self.docs.remove(shortest)
-            self.left += unassigned.lengths[shortest[0]]
-            unassigned.give_back(shortest[0])
+            length, doc, rank = min(self.docs)
+            self.docs.remove((length, doc, rank))
+            self.left += length
+            insort(unassigned, (length, doc))
         return False
 
     def layout(self, ids: IntArray, lengths: IntArray) -> TokenLayout:
         """Return the documents' homes; ``ids`` and ``lengths`` are those of the step's documents."""
-        doc, rank = np.array(self.docs, dtype=np.int64).reshape(-1, 2).T
-        placed = rank >= 0
-        loose = doc[rank < 0]
-        gaps = np.array(self._tokens) - sum_by_index(
-            rank[placed], lengths[doc[placed]], len(self._tokens)
-        )
+        _, doc, rank = np.array(self.docs, dtype=np.int64).reshape(-1, 3).T
+        is_whole = rank >= 0
+        whole = doc[is_whole]
+        loose = doc[~is_whole]
+        on_ranks = sum_by_index(rank[is_whole], lengths[whole], len(self.tokens))
+        gaps = np.array(self.tokens) - on_ranks
         source, gap, start, end = end_to_end(lengths[loose], gaps)
         columns = (
-            np.append(rank[placed], gap),
-            ids[np.append(doc[placed], loose[source])],
-            np.append(np.zeros_like(doc[placed]), start),
-            np.append(lengths[doc[placed]], end - start),
+            np.append(rank[is_whole], gap),
+            ids[np.append(whole, loose[source])],
+            np.append(np.zeros_like(whole), start),
+            np.append(lengths[whole], end - start),
         )
         # that of tasks, so that a rank that serves no other copies no rows
         order = np.lexsort(columns[2:0:-1])
         rank, doc, start, length = (column[order] for column in columns)
-        return TokenLayout.from_arrays(len(self._tokens), rank, doc, start, length)
+        return TokenLayout.from_arrays(len(self.tokens), rank, doc, start, length)
 
 
 def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
-    """Return indices of lengths, which ascend, that add up to ``total``; None if none do.
+    """Return indices of lengths, which ascend, that add up to ``total``, in descending order; None if none do.
 
-    Where there is a choice, the last ones are taken. Memory is that of one sum for each distinct length.
+    Where there is a choice, the last ones are taken.
     """
-    groups = _equal_lengths(lengths)
-    # bit t of sums[n]: some of the documents in the first n groups add up to t
+    up_to_total = (2 << total) - 1
+    # bit t of sums[i]: some of the first i documents add up to t
     sums = [1]
-    for group in groups:
-        sums.append(_with_group(sums[-1], lengths[group[0]], len(group), total=total))
+    for length in lengths:
+        sums.append((sums[-1] | sums[-1] << length) & up_to_total)
     if not sums[-1] >> total & 1:
         return None
-    chosen: list[int] = []
-    for group, without in zip(reversed(groups), sums[-2::-1], strict=True):
-        length = lengths[group[0]]
-        count = min(len(group), total // length)
-        while not without >> (total - count * length) & 1:
-            count -= 1
-        chosen += reversed(group[len(group) - count :])
-        total -= count * length
+    chosen = []
+    for i in reversed(range(len(lengths))):
+        before = total - lengths[i]
+        if before >= 0 and sums[i] >> before & 1:
+            chosen.append(i)
+            total = before
     return chosen
-
-
-def _equal_lengths(lengths: Sequence[int]) -> list[range]:
-    """Return the index ranges of equal lengths."""
-    groups = []
-    begin = 0
-    while begin < len(lengths):
-        end = bisect_right(lengths, lengths[begin], begin)
-        groups.append(range(begin, end))
-        begin = end
-    return groups
-
-
-def _with_group(sums: int, length: int, count: int, total: int) -> int:
-    """Return the sums, as bits up to ``total``, with up to ``count`` documents of one length: 1, 2, 4, ... of them."""
-    step = 1
-    while count:
-        step = min(step, count)
-        sums = (sums | sums << step * length) & ((2 << total) - 1)
-        count -= step
-        step *= 2
-    return sums

@@ -13,7 +13,6 @@ from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
-from torchtitan_cad.planning.pipeline.one_f_one_b import best_order
 from torchtitan_cad.planning.placement.home_search import WEIGHTS, HomeSearch
 from torchtitan_cad.planning.plan import (
     Plan,
@@ -85,7 +84,6 @@ def place_small_batch() -> None:
     HomeSearch(layout, shape, config, TileAreaCost(config.cost_tile), WEIGHTS[0]).find(
         0
     )
-    best_order(layout.tokens_per_rank.astype(float), 2)
 
 
 entry_point_callers.append(place_small_batch)

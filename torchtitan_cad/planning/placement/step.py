@@ -25,8 +25,8 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.pipeline.one_f_one_b import (
     best_order,
-    best_profile,
     in_stages,
+    ramps,
 )
 from torchtitan_cad.planning.placement.fill import FILLED, fill
 from torchtitan_cad.planning.placement.microbatch import (
@@ -42,6 +42,9 @@ from torchtitan_cad.planning.timed import LayerTimes
 
 ACCEPTED_SCORE = 0.85
 """Refilled microbatches are taken without a look at the given ones if what they move has at most this score."""
+
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of the difference between ``ramps`` and equal attention that microbatches of a pipeline are filled with."""
 
 Microbatches = Sequence[Sequence[TokenLayout]]
 """The layouts of the nano-batches of every microbatch of a step."""
@@ -115,7 +118,7 @@ def plan_step(
     if len(kinds) > 1 and has_moved:
         stay = plan_in_homes(microbatches, kinds)
         judge = _Judge(kinds, times, stages, before=_moved(stay, kinds))
-        if judge.cost(stay) <= judge.cost(steps):
+        if judge.cost(stay) < judge.cost(steps):
             steps = stay
     return [PlannedMicrobatch(plans) for plans in zip(*steps, strict=True)]
 
@@ -172,33 +175,25 @@ class _StepPlanner:
             return place_microbatch(nanos, shape, self.config)
 
         judge = _Judge([self.kind], None, self.stages, before)
-        return self._best(microbatches, place, judge, ACCEPTED_SCORE, linear=1.0)
+        return self._best(microbatches, place, judge, accepted=ACCEPTED_SCORE)
 
     def _by_time(self, microbatches: Microbatches, times: LayerTimes) -> Step:
         shape = self.kind.shape
         home = [stay_home(nanos, shape, self.config) for nanos in microbatches]
-        judge = _Judge([self.kind], times, self.stages, _moved([home], [self.kind]))
-        plans = list(chain(*home))
-        linear = sum(times.linear_seconds(plan.layout) for plan in plans)
-        even = sum(times.best_seconds(plan) for plan in plans)
-        # a pipeline fills and drains for this share of the step
-        filling = (self.stages - 1) / len(microbatches)
-        least = self.kind.layers * (even + filling * linear)
-        most = (1 - LEAST_GAIN) * judge.cost([home])
-        if not even or least > most or self.config.planner == "home":
+        if self.config.planner == "home":
             return home
 
         def plan(nanos: Sequence[TokenLayout]) -> list[Plan]:
             return plan_by_time(nanos, shape, self.config, times, place=self.place)
 
+        judge = _Judge([self.kind], times, self.stages, before=Moved(0, 0))
+        even = sum(times.best_seconds(plan) for plan in chain(*home))
+        # a pipeline fills and drains for this share of the step
+        filling = (self.stages - 1) / len(microbatches)
         of_equal = self.kind.layers * (1 + filling) * even
-        best = self._best(
-            microbatches,
-            plan,
-            judge,
-            accepted=(1 + LEAST_GAIN) * of_equal,
-            linear=linear / (even - linear),
-        )
+        accepted = (1 + LEAST_GAIN) * of_equal
+        best = self._best(microbatches, plan, judge, accepted=accepted)
+        most = (1 - LEAST_GAIN) * judge.cost([home])
         return best if judge.cost([best]) < most else home
 
     def _best(
@@ -207,17 +202,15 @@ class _StepPlanner:
         plan: Callable[[Sequence[TokenLayout]], list[Plan]],
         judge: _Judge,
         accepted: float,
-        linear: float,
     ) -> Step:
         """Return the best of the refilled microbatches and, unless their cost is ``accepted``, the given ones."""
         steps = []
-        refilled = _refilled(microbatches, self.stages, linear) if self.place else []
+        refilled = _refilled(microbatches, self.stages) if self.place else []
         if refilled:
             step = [plan(nanos) for nanos in refilled]
-            if not microbatches[0][-1].seg_attends.all():
-                step = [
-                    [first, with_earlier_keys(first, second)] for first, second in step
-                ]
+            for nanos, plans in zip(microbatches, step, strict=True):
+                if not nanos[-1].seg_attends.all():
+                    plans[1] = with_earlier_keys(plans[0], plans[1])
             steps.append(step)
         if not refilled or judge.cost([steps[0]]) > accepted:
             steps.append([plan(nanos) for nanos in microbatches])
@@ -261,68 +254,63 @@ def _attention_and_linear(
     return np.array(seconds) - linear, linear
 
 
-def _refilled(
-    microbatches: Microbatches, stages: int, linear: float = 1.0
-) -> Microbatches:
-    """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found.
-
-    Args:
-        linear: linear work over attention, both of the whole step; only pipelines ask for it.
-    """
-    if sum(map(len, microbatches)) == 1:
-        return []
+def _refilled(microbatches: Microbatches, stages: int) -> Microbatches:
+    """Return the microbatches with other documents, none of which is in two nano-batches; empty if none are found."""
     held = holders(microbatches)
     docs = np.concatenate([layout.docs for layout in held])
+    if sum(map(len, microbatches)) == 1 or not len(docs):
+        return []
     lengths = np.concatenate([layout.doc_lengths for layout in held])
     capacities = [layout.queries_per_rank for layout in chain(*microbatches)]
-    count = len(microbatches[0])
+    nano_batches = len(microbatches[0])
     if stages == 1 or len(microbatches) == 1:
-        parts = fill(docs, lengths, capacities, together=count)
+        parts = fill(docs, lengths, capacities, together=nano_batches)
     else:
-        parts = _fill_stages(
-            docs, lengths, capacities, len(microbatches), stages, linear
-        )
-    return [parts[i : i + count] for i in range(0, len(parts), count)]
+        parts = _fill_stages(docs, lengths, capacities, nano_batches, stages)
+    return [
+        parts[first : first + nano_batches]
+        for first in range(0, len(parts), nano_batches)
+    ]
 
 
 def _fill_stages(
     docs: IntArray,
     lengths: IntArray,
     capacities: list[IntArray],
-    count: int,
+    nano_batches: int,
     stages: int,
-    linear: float,
 ) -> list[TokenLayout]:
-    """Fill ``count`` microbatches of a pipeline: all alike, or with the attention of ``best_profile``, or between."""
-    work = lengths.astype(np.float64) ** 2
-    linear *= work.sum() / count
-    wanted = best_profile(work, count, stages, linear)
-    less = np.repeat(
-        (wanted.max() - wanted) * count / len(capacities), len(capacities) // count
-    )
+    """Fill the microbatches of a pipeline: all alike, or with the attention of ``ramps``, or between.
+
+    Linear work is taken to be as much as the mean microbatch's attention.
+    """
+    count = len(capacities)
+    mean = (lengths.astype(np.float64) ** 2).sum() / count
+    ramp = np.repeat(ramps(count // nano_batches, stages), nano_batches)
 
     def seconds(parts: list[TokenLayout]) -> float:
-        of_parts = np.array(
+        squares = np.array(
             [(part.doc_lengths.astype(np.float64) ** 2).sum() for part in parts]
         )
-        of_microbatches = of_parts.reshape(count, -1).sum(axis=1)
-        return in_stages(
-            of_microbatches[best_order(of_microbatches, stages, linear)], stages, linear
-        )
+        attention = squares.reshape(-1, nano_batches).sum(axis=1)
+        linear = attention.mean()
+        order = best_order(attention, stages, linear)
+        return in_stages(attention[order], stages, linear)
 
     for filled in (FILLED, 4 * FILLED):
-        made = []
-        for share in (1.0, 0.5, 0.0):
-            layouts = fill(
+        candidates = []
+        for share in SHARES:
+            less = share * mean * (ramp.max() - ramp)
+            parts = fill(
                 docs,
                 lengths,
                 capacities,
-                together=len(capacities),
-                less=(share * less).tolist(),
+                together=count,
+                less=less.tolist(),
                 filled=filled,
             )
-            if layouts:
-                made.append(layouts)
-        if made:
-            return min(made, key=seconds)
+            if parts:
+                candidates.append(parts)
+        if candidates:
+            return min(candidates, key=seconds)
     return []
