@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.record import Record, markdown_table, save
+from tests.lib.shapes import backward_shape
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -196,7 +197,7 @@ def replay(
     rate = 1e9 * options.gigabytes_per_second
     for name, shape in (
         ("forward", plan.shape),
-        ("backward", plan.shape.for_backward()),
+        ("backward", backward_shape(plan.shape)),
     ):
         seconds = link_seconds(
             plan, (shape.query_bytes, shape.kv_bytes), (), rate, rate

@@ -26,8 +26,8 @@ from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.model.batch import (
     BatchShape,
-    group_layout,
     slots_of_nano_batches,
+    step_layouts,
 )
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.errors import PlanMismatchError
@@ -84,7 +84,7 @@ def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed
         np.union1d(begins_of_rows, rng.integers(0, size, size=size // 3))
         for _ in range(dp)
     ]
-    loaded = [group_layout(starts, shape, i, cp) for i in range(microbatches)]
+    loaded = [*chain(*step_layouts(starts, [shape] * dp, cp, nano_batches=1))]
     homes = any_homes(loaded, rng)
     slots = [
         slots_of_nano_batches(shape, i, cp, nano_batches=1)[0]
@@ -115,7 +115,7 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
         replicas = group_of(rank)
         placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS)
         starts = np.arange(0, 64, (4, length or 4)[rank])
-        loaded = [[group_layout([np.array([0]), starts], shape, 0, 1)]]
+        loaded = step_layouts([np.array([0]), starts], [shape] * 2, 1, nano_batches=1)
         placed = None
         if rank == 0 or length is not None:
             placed = placement.choose(loaded, np.zeros(32, np.int64))

@@ -117,7 +117,7 @@ class NanoBatchesAndWhole:
             np.union1d(begins_of_rows, rng.choice(rows * seq_len, 9))
             for _ in transports
         ]
-        halves = nano_layouts(starts, batch, 0, 1, nano_batches=2)
+        halves = nano_layouts(starts, [batch] * len(starts), 0, 1, nano_batches=2)
         plans = [_any_plan(rng, layout, shape) for layout in halves * microbatches]
         kernel = get_kernel("auto", device, shape)
 
@@ -136,7 +136,7 @@ class NanoBatchesAndWhole:
 
         home = PlannerConfig(planner="home")
         for rank, transport in enumerate(transports):
-            (layout,) = nano_layouts(starts[rank : rank + 1], batch, 0, 1, 1)
+            (layout,) = nano_layouts(starts[rank : rank + 1], [batch], 0, 1, 1)
             add_engine(f"{WHOLE} {rank}", [make_plan(layout, shape, home)], None)
             add_engine(f"{NANO_BATCHES} {rank}", plans, transport, rank)
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from tests.lib.plans import written_plan
+from tests.lib.shapes import rank_positions
 from torchtitan_cad.planning import Plan, TokenLayout
 from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.model.tasks import make_tasks
@@ -34,7 +35,7 @@ def causal_mask(layout: TokenLayout) -> np.ndarray:
     """bool [tokens, tokens]: which pairs of the layout's queries there are, in the order of ``pair_counts``."""
     attends = np.zeros(layout.num_tokens, dtype=bool)
     for rank in range(layout.num_ranks):
-        attends[layout.rank_positions(rank, queries=True)] = True
+        attends[rank_positions(layout, rank, queries=True)] = True
     doc = np.repeat(layout.docs, layout.doc_lengths)
     return np.tri(len(doc), dtype=bool) & (doc[:, None] == doc) & attends[:, None]
 

@@ -29,7 +29,7 @@ def batch_of_rows(
         of_rank = np.union1d(begins - rank * size, row_starts)
         starts.append(of_rank[(of_rank >= 0) & (of_rank < size)])
     step = [
-        nano_layouts(starts, shape, number, cp=1, nano_batches=nano_batches)
+        nano_layouts(starts, [shape] * ranks, number, cp=1, nano_batches=nano_batches)
         for number in range(shape.microbatches)
     ]
     return step, np.concatenate(starts) % shape.seq_len

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tests.lib.shapes import rank_positions
 from tests.lib.validate import PlanError, validate_plan
 from torchtitan_cad.planning import (
     CallTable,
@@ -43,8 +44,8 @@ def validate_exchanges(
     num_ranks = layout.num_ranks
     if len(exchanges) != num_ranks:
         raise PlanError(f"{len(exchanges)} exchange tables for {num_ranks} ranks")
-    local = [layout.rank_positions(rank) for rank in range(num_ranks)]
-    queries = [layout.rank_positions(rank, queries=True) for rank in range(num_ranks)]
+    local = [rank_positions(layout, rank) for rank in range(num_ranks)]
+    queries = [rank_positions(layout, rank, queries=True) for rank in range(num_ranks)]
     _check_sizes(exchanges, local, queries)
     q_spaces = _row_spaces(
         queries, [exchange.queries for exchange in exchanges], "queries"

@@ -18,6 +18,7 @@ from tests.lib.reference import (
     pair_counts,
 )
 from tests.lib.refusals import refusal
+from tests.lib.shapes import rank_positions
 from tests.lib.steps import TIMES, fingerprints
 from tests.lib.tables import check_plan
 from tests.planning.test_properties import SHARES, some_attend
@@ -70,7 +71,7 @@ def check_pairs(
     place = np.empty(batch.num_tokens, dtype=np.int64)
     """of the given layout's tokens among those of the plan's, which are by its own documents"""
     for rank in range(batch.num_ranks):
-        place[batch.rank_positions(rank)] = plan.layout.rank_positions(rank)
+        place[rank_positions(batch, rank)] = rank_positions(plan.layout, rank)
     counts = pair_counts(plan.layout, plan.tasks, plan.shape.window)
     doc = np.repeat(batch.docs, batch.doc_lengths)
     position = np.arange(len(doc)) - np.repeat(

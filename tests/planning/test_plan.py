@@ -8,6 +8,7 @@ import pytest
 from tests.lib.layouts import LLAMA
 from tests.lib.plans import written_plan
 from tests.lib.refusals import refusal
+from tests.lib.shapes import backward_shape
 from tests.lib.validate import validate_plan
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -59,8 +60,8 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
     shared = dataclasses.replace(narrow, shared_dim=64)
     assert (narrow.kv_bytes, narrow.query_bytes) == (81920, 82432)
     assert (shared.kv_bytes, shared.query_bytes) == (65664, 82432)
-    assert shared.for_backward().kv_bytes == 2 * 65664
-    assert narrow.for_backward().query_bytes == 128 * 2 * (192 + 128 + 192) + 2 * 512
+    assert backward_shape(shared).kv_bytes == 2 * 65664
+    assert backward_shape(narrow).query_bytes == 128 * 2 * (192 + 128 + 192) + 2 * 512
     assert written_plan(make_plan(LAYOUT, shared).to_json()).shape == shared
     for key, value in (("shared_dim", 192), ("value_dim", 0)):
         with refusal(key, value):

@@ -10,6 +10,7 @@ import pytest
 from tests.lib.layouts import LLAMA
 from tests.lib.refusals import refusal
 from tests.lib.sets import params
+from tests.lib.shapes import backward_shape
 from tests.lib.workloads import workload_layout
 from torchtitan_cad.planning import (
     LayerTimes,
@@ -38,7 +39,7 @@ SLOW = LayerTimes(
 )
 """A tile in a microsecond: some 30 ms of attention a rank, and half a second for the exchange."""
 PLAN = make_plan(LAYOUT, LLAMA, CONFIG)
-BACKWARD = LLAMA.for_backward()
+BACKWARD = backward_shape(LLAMA)
 QUERY_BYTES = LLAMA.query_bytes + BACKWARD.query_bytes
 KEY_BYTES = LLAMA.kv_bytes + BACKWARD.kv_bytes
 

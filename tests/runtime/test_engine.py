@@ -23,6 +23,7 @@ from tests.lib.rows import (
     undivided,
 )
 from tests.lib.sets import params, seeds
+from tests.lib.shapes import backward_shape
 from tests.lib.tables import check_plan
 from tests.lib.threaded import BUFFER_BYTES, needs_linux, thread_transports
 from torchtitan_cad.planning import (
@@ -135,7 +136,7 @@ def test_tile_aligned_plans_without_split_keys_are_bit_identical(seed):
 def test_planned_bytes_are_those_that_travel(shape, dtype):
     shape = dataclasses.replace(shape, dtype_bytes=dtype.itemsize)
     forward, other = random_plans(np.random.default_rng(0), LAYOUT, shape)
-    backward = Plan.from_tasks(LAYOUT, shape.for_backward(), other.config, other.tasks)
+    backward = Plan.from_tasks(LAYOUT, backward_shape(shape), other.config, other.tasks)
     transports = thread_transports(LAYOUT.num_ranks)
     tensors = Tensors.random(LAYOUT, shape, dtype)
     execute(forward, tensors, backward=backward, transports=transports)

@@ -304,7 +304,7 @@ def make_plans(in_rows: bool) -> list[Any]:
                 np.unique([0, TOKENS - cut, 2 * TOKENS]),
                 np.arange(0, 2 * TOKENS + 1, TOKENS // 8),
             ]
-            layouts += nano_layouts(starts, BatchShape(1, 2 * TOKENS, 1), 0, 1, 2)
+            layouts += nano_layouts(starts, [BatchShape(1, 2 * TOKENS, 1)] * 2, 0, 1, 2)
             continue
         for _ in range(2):
             cut = 8 * draw.randrange(3) if number else 0

@@ -47,7 +47,7 @@ from torchtitan_cad.planning.model.batch import (
     step_layouts,
 )
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.pipeline.program import AttentionPool
+from torchtitan_cad.planning.pipeline.program import Pool
 from torchtitan_cad.planning.servers import JoinedServer
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -161,7 +161,7 @@ class BatchPlanner:
     keys: Iterator[int] = field(default_factory=itertools.count)
     placement: Placement | None = None
     servers: ServerPool | None = None
-    pools: Sequence[AttentionPool] = ()
+    pools: Sequence[Pool] = ()
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError for rows of a microbatch that cannot be halved: tensor parallelism has cut them already."""
@@ -257,9 +257,7 @@ class BatchPlanner:
             if placed is not None:
                 homes = [microbatch.layouts for microbatch in placed]
             per_stage = self.topology.dp * self.topology.cp
-            layouts = [
-                pool_layouts(homes, pool.microbatches, per_stage) for pool in self.pools
-            ]
+            layouts = [pool_layouts(homes, pool, per_stage) for pool in self.pools]
         elif placed is not None:
             return placed
         return plan_step(

@@ -118,7 +118,7 @@ class TickSchedule(_PipelineScheduleRuntime):
         ]
         calls = []
         for call in program.calls[number]:
-            attends = program.pools[call.pool].microbatches[self.rank] is not None
+            attends = program.pools[call.pool][self.rank] is not None
             calls.append(
                 TickCall(
                     call.forward,

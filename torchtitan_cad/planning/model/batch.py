@@ -5,13 +5,13 @@ Documents are given by where they begin: per data-parallel rank the ascending fl
 batch of rows of S tokens; every row begins one.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan_cad.planning.model.layout import TokenLayout, stack
+from torchtitan_cad.planning.intervals import IntArray, exclusive_cumsum
+from torchtitan_cad.planning.model.layout import TokenLayout, side_by_side, stack
 
 
 @dataclass(frozen=True)
@@ -33,128 +33,94 @@ def divides_by_row(rows: int) -> bool:
     return rows % 2 == 0
 
 
-def group_layout(
-    starts: Sequence[np.ndarray], shape: BatchShape, microbatch: int, cp: int
-) -> TokenLayout:
-    """Lay out one microbatch over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks.
+def _segments(
+    starts: IntArray, shape: BatchShape, microbatch: int, slices: int
+) -> IntArray:
+    """Return [5, n] (slice, document, start, length, 1) of a microbatch's segments in token order.
 
-    Every row is cut into ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another.
-    Documents are numbered over the whole batch.
-
-    Args:
-        starts: per data-parallel rank, where the documents of its batch begin.
+    Every row is cut into contiguous ``slices``; documents are numbered over the whole batch, where they begin at
+    ``starts``.
     """
-    first = microbatch * shape.rows_per_microbatch * shape.seq_len
-    last = first + shape.rows_per_microbatch * shape.seq_len
-    slice_len = shape.seq_len // cp
-    ranks = []
-    docs = []
-    begins = []
-    lengths = []
-    next_doc = 0
-    for dp_rank, all_starts in enumerate(starts):
-        before, after = np.searchsorted(all_starts, (first, last))
-        doc_starts = all_starts[before:after]
-        # Documents never cross rows, slices never cross rows: cutting at both gives the segments in token order.
-        cuts = np.union1d(doc_starts, np.arange(first, last, slice_len))
-        doc = np.searchsorted(doc_starts, cuts, side="right") - 1
-        ranks.append(dp_rank * cp + cuts % shape.seq_len // slice_len)
-        docs.append(next_doc + before + doc)
-        begins.append(cuts - doc_starts[doc])
-        lengths.append(np.diff(cuts, append=last))
-        next_doc += len(all_starts)
-    columns = (np.concatenate(column) for column in (ranks, docs, begins, lengths))
-    return TokenLayout.from_arrays(len(starts) * cp, *columns)
+    tokens = shape.rows_per_microbatch * shape.seq_len
+    first = microbatch * tokens
+    last = first + tokens
+    slice_len = shape.seq_len // slices
+    is_inside = (starts >= first) & (starts < last)
+    # Documents never cross rows, slices never cross rows: cutting at both gives the segments.
+    cuts = np.union1d(starts[is_inside], np.arange(first, last, slice_len))
+    doc = np.searchsorted(starts, cuts, side="right") - 1
+    return np.stack(
+        [
+            cuts % shape.seq_len // slice_len,
+            doc,
+            cuts - starts[doc],
+            np.diff(cuts, append=last),
+            np.ones_like(cuts),
+        ]
+    )
+
+
+def _nano_tables(
+    starts: IntArray, shape: BatchShape, microbatch: int, cp: int, nano_batches: int
+) -> list[IntArray]:
+    """Return a data-parallel rank's part of ``nano_layouts``, as tables for ``side_by_side``."""
+    if nano_batches == 1:
+        return [_segments(starts, shape, microbatch, cp)]
+    rows = shape.rows_per_microbatch
+    if divides_by_row(rows):
+        divided = replace(shape, rows_per_microbatch=rows // 2)
+        numbers = (2 * microbatch, 2 * microbatch + 1)
+        return [_segments(starts, divided, number, cp) for number in numbers]
+    # As over twice as many ranks, of which r and cp + r are one: see integration/loading/documents.py.
+    both = _segments(starts, shape, microbatch, 2 * cp)
+    both = both[:, np.argsort(both[0], kind="stable")]
+    is_later = both[0] >= cp
+    both[0] %= cp
+    earlier = both[:, ~is_later]
+    both[-1] = is_later
+    return [earlier, both]
 
 
 def nano_layouts(
-    starts: Sequence[np.ndarray],
-    shape: BatchShape,
+    starts: Sequence[IntArray],
+    shapes: Sequence[BatchShape],
     microbatch: int,
     cp: int,
     nano_batches: int,
 ) -> list[TokenLayout]:
     """Lay out a microbatch's nano-batches: one, or two (see ``divides_by_row``).
 
+    They lie over a CAD group of len(starts) data-parallel times ``cp`` context-parallel ranks. Every row is cut into
+    ``cp`` contiguous slices; a rank's tokens are its slices of the rows, one row after another. Documents are numbered
+    over the whole batch.
+
     Later parts of rows attend to the earlier ones too. Their layout therefore holds all tokens of the
-    microbatch, those of the earlier nano-batches first and as keys only. Arguments as for ``group_layout``.
+    microbatch, those of the earlier nano-batches first and as keys only.
+
+    Args:
+        starts, shapes: per data-parallel rank, where the documents of its batch begin, and its shape.
     """
-    if nano_batches == 1:
-        return [group_layout(starts, shape, microbatch, cp)]
-    if divides_by_row(shape.rows_per_microbatch):
-        divided = dataclasses.replace(
-            shape, rows_per_microbatch=shape.rows_per_microbatch // 2
-        )
-        return [
-            group_layout(starts, divided, 2 * microbatch + nano, cp)
-            for nano in range(2)
-        ]
-    # As over twice as many ranks, of which r and cp + r are one: see integration/loading/documents.py.
-    sliced = group_layout(starts, shape, microbatch, 2 * cp)
-    doc = sliced.seg_doc
-    start = sliced.seg_start
-    length = sliced.seg_length
-    dp_rank, part = np.divmod(sliced.seg_rank, 2 * cp)
-    rank = dp_rank * cp + part % cp
-    later = part >= cp
-    num_ranks = len(starts) * cp
-    first = ~later
-    earlier = TokenLayout.from_arrays(
-        num_ranks, rank[first], doc[first], start[first], length[first]
-    )
+    of_ranks = [
+        _nano_tables(own, shape, microbatch, cp, nano_batches)
+        for own, shape in zip(starts, shapes, strict=True)
+    ]
+    first_docs = exclusive_cumsum(np.array([len(own) for own in starts]))[:-1]
     return [
-        earlier,
-        TokenLayout.from_arrays(num_ranks, rank, doc, start, length, attends=later),
+        side_by_side(tables, cp, first_docs) for tables in zip(*of_ranks, strict=True)
     ]
 
 
 def step_layouts(
-    starts: Sequence[np.ndarray],
+    starts: Sequence[IntArray],
     shapes: Sequence[BatchShape],
     cp: int,
     nano_batches: int,
 ) -> list[list[TokenLayout]]:
-    """Return the ``nano_layouts`` of every microbatch, for batches whose ``shapes`` may differ between ranks.
-
-    Args:
-        starts, shapes: per data-parallel rank; all batches have as many microbatches.
-    """
-    microbatches = range(shapes[0].microbatches)
-    if all(shape == shapes[0] for shape in shapes):
-        return [
-            nano_layouts(starts, shapes[0], number, cp, nano_batches)
-            for number in microbatches
-        ]
-    firsts = np.cumsum([0, *(len(own) for own in starts[:-1])])
-    layouts = []
-    for number in microbatches:
-        alone = [
-            nano_layouts([own], shape, number, cp, nano_batches)
-            for own, shape in zip(starts, shapes, strict=True)
-        ]
-        layouts.append(
-            [_side_by_side(parts, firsts, cp) for parts in zip(*alone, strict=True)]
-        )
-    return layouts
-
-
-def _side_by_side(
-    layouts: Sequence[TokenLayout], firsts: np.ndarray, num_ranks: int
-) -> TokenLayout:
-    """Join layouts of ``num_ranks`` ranks each into one, in which their documents count from ``firsts``."""
-    columns = [
-        (
-            part.seg_rank + place * num_ranks,
-            part.seg_doc + first,
-            part.seg_start,
-            part.seg_length,
-            part.seg_attends,
-        )
-        for place, (part, first) in enumerate(zip(layouts, firsts, strict=True))
+    """Return the ``nano_layouts`` of every microbatch; all batches have as many microbatches."""
+    return [
+        nano_layouts(starts, shapes, number, cp, nano_batches)
+        for number in range(shapes[0].microbatches)
     ]
-    return TokenLayout.from_arrays(
-        len(layouts) * num_ranks, *map(np.concatenate, zip(*columns, strict=True))
-    )
 
 
 def slots_of_nano_batches(

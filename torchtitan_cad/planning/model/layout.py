@@ -15,7 +15,6 @@ from torchtitan_cad.planning.intervals import (
     BoolArray,
     IntArray,
     begins_group,
-    concat_ranges,
     exclusive_cumsum,
     sum_by_index,
 )
@@ -193,21 +192,15 @@ class TokenLayout:
         """Tokens of all ranks."""
         return int(self.doc_offsets[-1])
 
-    @cached_property
-    def seg_row(self) -> IntArray:
-        """[S] local row of each run's first token."""
-        return self._rows_before(self.seg_length, self.tokens_per_rank)
-
     @property
     def _seg_queries(self) -> IntArray:
         return np.where(self.seg_attends, self.seg_length, 0)
 
-    def _rows_before(self, seg_rows: IntArray, rows_per_rank: IntArray) -> IntArray:
-        """[S] rows of the same rank before each run, which has ``seg_rows``."""
-        return (
-            exclusive_cumsum(seg_rows)[:-1]
-            - exclusive_cumsum(rows_per_rank)[self.seg_rank]
-        )
+    def _rows_before(self, seg_rows: IntArray) -> IntArray:
+        """[S] rows of the same rank before each run of :attr:`run_start`; in layout order runs have ``seg_rows``."""
+        before = exclusive_cumsum(seg_rows)[:-1]
+        first_of_rank = np.searchsorted(self.seg_rank, self.seg_rank)
+        return (before - before[first_of_rank])[self.run_order]
 
     @cached_property
     def run_order(self) -> IntArray:
@@ -232,14 +225,12 @@ class TokenLayout:
     @cached_property
     def run_row(self) -> IntArray:
         """[S] local row, on its home, of the first token of each run of :attr:`run_start`."""
-        return self.seg_row[self.run_order]
+        return self._rows_before(self.seg_length)
 
     @cached_property
     def run_query_row(self) -> IntArray:
         """[S] like :attr:`run_row`, counting only rows that are queries; meaningless for runs that do not attend."""
-        return self._rows_before(self._seg_queries, self.queries_per_rank)[
-            self.run_order
-        ]
+        return self._rows_before(self._seg_queries)
 
     @cached_property
     def run_attends(self) -> BoolArray:
@@ -248,14 +239,8 @@ class TokenLayout:
 
     def doc_index(self, doc: IntArray) -> IntArray:
         """Return each document id's index into :attr:`docs`. Raises ValueError for an id that is not in the layout."""
-        docs = self.docs
-        # consecutive ids, as a loader gives them
-        if len(docs) and docs[-1] - docs[0] == len(docs) - 1:
-            index = np.asarray(doc - docs[0])
-            if not len(index) or 0 <= index.min() <= index.max() < len(docs):
-                return index
-        index = np.searchsorted(docs, doc)
-        known = index < len(docs)
+        index = np.searchsorted(self.docs, doc)
+        known = index < len(self.docs)
         known[known] = self.docs[index[known]] == doc[known]
         if not known.all():
             raise ValueError(
@@ -266,12 +251,6 @@ class TokenLayout:
     def global_position(self, doc: IntArray, position: IntArray) -> IntArray:
         """Return the global position of ``position`` in document ``doc``, both [n]; a document's end is valid, too."""
         return self.doc_offsets[self.doc_index(doc)] + position
-
-    def rank_positions(self, rank: int, *, queries: bool = False) -> IntArray:
-        """Return [rows] the global position of each local row, with ``queries`` of each local query row."""
-        chosen = (self.seg_rank == rank) & (self.seg_attends | (not queries))
-        start = self.global_position(self.seg_doc[chosen], self.seg_start[chosen])
-        return concat_ranges(start, self.seg_length[chosen])
 
     def segments(self) -> list[list[Segment]]:
         """Return one list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
@@ -286,35 +265,28 @@ class TokenLayout:
 
 def _check_segment(rank: int, segment: Segment) -> None:
     """Raise ValueError unless the segment is three integers."""
-    try:
-        valid = len(segment) == 3 and all(
-            isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-            for value in segment
-        )
-    except TypeError:
-        valid = False
-    if not valid:
-        raise ValueError(
-            f"rank {rank}: a segment is three integers (document, start, length), got {brief(segment)}"
-        )
-    if any(not -WIDEST < value < WIDEST for value in segment):
-        raise ValueError(
-            f"rank {rank}: segment {brief(segment)} does not fit in 62 bits"
-        )
+    is_triple = isinstance(segment, Sequence) and len(segment) == 3
+    if is_triple and all(_fits(value) for value in segment):
+        return
+    raise ValueError(
+        f"rank {rank}: a segment is three integers (document, start, length) of 62 bits, got {brief(segment)}"
+    )
+
+
+def _fits(value: object) -> bool:
+    """Tell whether the value is an integer of 62 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return bool(-WIDEST < value < WIDEST)
 
 
 def _check_range(name: str, column: IntArray, *, rank: IntArray, doc: IntArray) -> None:
     """Raise ValueError unless a column of segments is in [0, ``MAX_TOKENS``]."""
-    if (column < 0).any():
-        i = int(np.argmax(column < 0))
+    is_wrong = (column < 0) | (column > MAX_TOKENS)
+    if is_wrong.any():
+        i = int(np.argmax(is_wrong))
         raise ValueError(
-            f"rank {rank[i]}: segment of document {doc[i]} has negative {name} {column[i]}"
-        )
-    if (column > MAX_TOKENS).any():
-        i = int(np.argmax(column > MAX_TOKENS))
-        raise ValueError(
-            f"rank {rank[i]}: segment of document {doc[i]} has {name} {column[i]}, more than the "
-            f"{MAX_TOKENS} tokens of a layout: plan fewer tokens at a time"
+            f"rank {rank[i]}: segment of document {doc[i]} has {name} {column[i]}: give a number from 0 to {MAX_TOKENS}"
         )
 
 
@@ -343,24 +315,36 @@ def _bools(column: npt.ArrayLike) -> BoolArray:
     return values.astype(np.bool_, copy=False)
 
 
+def side_by_side(
+    tables: Sequence[IntArray], num_ranks: int, first_docs: Sequence[int] | IntArray
+) -> TokenLayout:
+    """Join segments over ``num_ranks`` ranks each into one layout: ranks one after the other, no document in common.
+
+    Args:
+        tables: [5, n] of (rank, document, start, length, attends).
+        first_docs: added to the documents of every table.
+    """
+    shifted = []
+    for index, (table, first_doc) in enumerate(zip(tables, first_docs, strict=True)):
+        shift = np.array([index * num_ranks, first_doc, 0, 0, 0])
+        shifted.append(table + shift[:, np.newaxis])
+    rank, doc, start, length, attends = np.concatenate(shifted, axis=1)
+    return TokenLayout.from_arrays(
+        len(tables) * num_ranks, rank, doc, start, length, attends.astype(bool)
+    )
+
+
 def stack(layouts: Sequence[TokenLayout | None], num_ranks: int) -> TokenLayout:
-    """Join layouts of ``num_ranks`` ranks each into one: ranks one after the other, no document in common.
+    """Join layouts of ``num_ranks`` ranks each, see ``side_by_side``.
 
     None stands for ranks without tokens, such as an idle pipeline stage.
     """
-    next_doc = 0
-    segments: list[tuple[np.ndarray, ...]] = []
-    for index, layout in enumerate(layouts):
+    tables = []
+    for layout in layouts:
         if layout is None:
+            tables.append(np.zeros((5, 0), dtype=np.int64))
             continue
-        rank = layout.seg_rank + index * num_ranks
-        doc = layout.seg_doc + next_doc
-        segments.append(
-            (rank, doc, layout.seg_start, layout.seg_length, layout.seg_attends)
-        )
-        next_doc = int(doc.max(initial=next_doc - 1)) + 1
-    if not segments:
-        return TokenLayout.from_segments([[]] * (len(layouts) * num_ranks))
-    return TokenLayout.from_arrays(
-        len(layouts) * num_ranks, *map(np.concatenate, zip(*segments, strict=True))
-    )
+        columns = (layout.seg_rank, layout.seg_doc, layout.seg_start, layout.seg_length)
+        tables.append(np.stack([*columns, layout.seg_attends]))
+    num_docs = np.array([table[1].max(initial=-1) + 1 for table in tables])
+    return side_by_side(tables, num_ranks, exclusive_cumsum(num_docs)[:-1])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 
 from torchtitan_cad.planning.model.layout import MAX_TOKENS
@@ -93,27 +93,6 @@ class AttentionShape:
     def kv_bytes(self) -> int:
         """Bytes per key token needed elsewhere, forward: K, V and the shared part of K there."""
         return RowBytes.of(self).keys
-
-    def for_backward(self) -> BackwardShape:
-        """Return the shape with the prices of the layer's backward."""
-        return BackwardShape(**asdict(self))
-
-
-@dataclass(frozen=True)
-class BackwardShape(AttentionShape):
-    """Bytes of an attention layer's backward if servers receive Q, K and V again (``backward = "resend"``)."""
-
-    @property
-    def query_bytes(self) -> int:
-        """Bytes per query token: dO, Q and the fp32 log-sum-exp and delta there, dQ back."""
-        rows = RowBytes.of(self)
-        return rows.backward_queries + rows.query_gradients
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes per key token: K, V and the shared part of K there, their gradients back."""
-        rows = RowBytes.of(self)
-        return rows.keys + rows.key_gradients
 
 
 @dataclass(frozen=True)

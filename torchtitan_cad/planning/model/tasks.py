@@ -75,29 +75,10 @@ def is_diagonal(tasks: TaskArray) -> BoolArray:
 
 def canonical(tasks: TaskArray) -> TaskArray:
     """Return the tasks sorted by (doc, q_start, kv_start), ties by the other fields; contiguous, of TASK_DTYPE."""
-    if not _ascends(tasks):
-        tasks = tasks[np.lexsort((tasks["kv_start"], tasks["q_start"], tasks["doc"]))]
-        if not _ascends(tasks):  # ties, which no valid plan has
-            tasks = tasks[
-                np.lexsort(
-                    [
-                        tasks[key]
-                        for key in ("server", "kv_end", "q_end", *ORDER_FIELDS[::-1])
-                    ]
-                )
-            ]
-    return np.ascontiguousarray(tasks, dtype=TASK_DTYPE)
-
-
-def _ascends(tasks: TaskArray) -> bool:
-    """Tell whether (doc, q_start, kv_start) rises strictly from every task to the next."""
-    rises = np.zeros(max(0, len(tasks) - 1), dtype=bool)
-    same = True
-    for key in ORDER_FIELDS:
-        step = np.diff(tasks[key])
-        rises |= same & (step > 0)
-        same &= step == 0
-    return bool(rises.all())
+    # the last three are for ties, which no valid plan has
+    keys = (*ORDER_FIELDS, "q_end", "kv_end", "server")
+    order = np.lexsort([tasks[key] for key in reversed(keys)])
+    return np.ascontiguousarray(tasks[order], dtype=TASK_DTYPE)
 
 
 def merge_queries(tasks: TaskArray) -> TaskArray:

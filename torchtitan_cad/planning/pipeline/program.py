@@ -14,18 +14,8 @@ from dataclasses import dataclass
 
 from torchtitan_cad.planning.pipeline.ticks import Tick
 
-
-@dataclass(frozen=True)
-class AttentionPool:
-    """Tokens that share a plan.
-
-    Attributes:
-        forward: True if the pool is executed in a forward tick.
-        microbatches: per rank of the pipeline, the microbatch whose tokens attend; None for ranks that only serve.
-    """
-
-    forward: bool
-    microbatches: tuple[int | None, ...]
+Pool = tuple[int | None, ...]
+"""Per rank of the pipeline, the microbatch whose tokens attend under a plan; None for ranks that only serve."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class TickProgram:
 
     ticks: tuple[Tick, ...]
     calls: tuple[tuple[PoolCall, ...], ...]
-    pools: tuple[AttentionPool, ...]
+    pools: tuple[Pool, ...]
 
 
 def make_program(
@@ -60,10 +50,10 @@ def make_program(
         ticks: the schedule of one pipeline of P ranks; chunk c of rank r is stage c P + r.
         blocks: per stage and block, True if backward recomputes the block's attention.
     """
-    pools: list[AttentionPool] = []
+    pools: list[Pool] = []
     calls = []
     for tick in ticks:
-        known: dict[tuple[int | None, ...], int] = {}
+        known: dict[Pool, int] = {}
         in_tick = []
         for forward, live in _live_ranks(tick, blocks):
             microbatches = tuple(
@@ -72,7 +62,7 @@ def make_program(
             )
             if microbatches not in known:
                 known[microbatches] = len(pools)
-                pools.append(AttentionPool(tick.forward, microbatches))
+                pools.append(microbatches)
             in_tick.append(PoolCall(forward, known[microbatches]))
         calls.append(tuple(in_tick))
     return TickProgram(tuple(ticks), tuple(calls), tuple(pools))

@@ -94,8 +94,9 @@ class Disaggregated:
             step.batch.row_tokens,
             step.rows_per_rank,
         )
+        shapes = [shape] * len(self.starts)
         return [
-            nano_layouts(self.starts, shape, microbatch, cp, nano_batches)
+            nano_layouts(self.starts, shapes, microbatch, cp, nano_batches)
             for microbatch in range(step.microbatches)
         ]
 
