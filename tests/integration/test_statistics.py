@@ -61,9 +61,15 @@ def test_figures_are_means_over_all_batches():
         return sum(getattr(plan.stats, name) for plan in plans)
 
     most = np.reshape([plan.stats.max_rank_bytes for plan in plans], (microbatches, 2))
+    keys_per_query = []
+    for batch in batches:
+        lengths = np.concatenate([plan.layout.doc_lengths for plan in batch.plans])
+        pairs = lengths * (lengths + 1) / 2
+        keys_per_query.append(pairs.sum() / lengths.sum())
     expected = {
         "imbalance_before": total("max_over_mean_before") / len(plans),
         "imbalance_after": total("max_over_mean") / len(plans),
+        "pairs_per_token": [np.mean(keys_per_query)],
         "loads_before": total("loads_before") / 2,
         "loads_after": total("loads") / 2,
         "bytes_per_rank_mean": total("mean_rank_bytes") / microbatches,

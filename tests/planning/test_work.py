@@ -4,11 +4,12 @@
 import numpy as np
 import pytest
 
-from torchtitan_cad.planning import AttentionShape
+from torchtitan_cad.planning import AttentionShape, TokenLayout
 from torchtitan_cad.planning.intervals import causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.work import (
     attention_flops,
+    layout_pairs,
 )
 
 
@@ -18,9 +19,13 @@ def counted(begin: int, end: int, window: int | None) -> int:
 
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
 def test_pairs_are_those_below_the_diagonal(window):
+    """Queries that have attended do not count again."""
     queries = np.arange(30)
     wanted = [counted(0, count, window) for count in queries]
     assert causal_pairs(queries, window).tolist() == wanted
+    ranks = [[(0, 0, 9)], [(1, 0, 12)], [(0, 9, 3)]]
+    later = TokenLayout.from_segments(ranks, [False, False, True])
+    assert layout_pairs(later, window) == counted(9, 12, window)
 
 
 def test_a_pair_has_two_products_forward_and_four_backward():

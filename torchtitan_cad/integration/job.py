@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A job as CAD sees it, whatever the training framework's config looks like."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torchtitan_cad.integration.loading.documents import DocumentRule
 from torchtitan_cad.integration.topology import Topology
 from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.model.work import attention_flops
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Job:
         experts_per_token: experts of a layer that a token passes through.
         device: of this rank.
         documents: how they are told apart.
+        row_tokens: of one row, over all context-parallel ranks.
         rows: of a batch of this rank's data-parallel coordinate.
         microbatches: of a batch in a pipeline; 1 without one.
         accumulation: batches per optimizer step.
@@ -40,6 +43,7 @@ class Job:
     experts_per_token: int
     device: torch.device
     documents: DocumentRule
+    row_tokens: int
     rows: int
     microbatches: int
     accumulation: int
@@ -47,6 +51,15 @@ class Job:
     deterministic: bool
     start_timeout_s: float
     step_timeout_s: float
+
+    def flops_beside_rows(self, pairs: Sequence[float]) -> float:
+        """Return the model FLOPs of a token's attention less those by which torchtitan counts it.
+
+        Args:
+            pairs: (query, key) pairs of the mean token in a layer of each kind; torchtitan takes a row's tokens.
+        """
+        beside = [of_kind - self.row_tokens for of_kind in pairs]
+        return self.topology.tp * attention_flops(self.kinds, beside)
 
     @property
     def planning_timeout_s(self) -> float:

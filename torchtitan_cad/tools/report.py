@@ -26,6 +26,7 @@ MEANS = {
 }
 MEDIANS = {
     "tokens_per_second": ("tokens per second and GPU (median)", 1),
+    "mfu_percent": ("mfu (%, median), by the documents' pairs", 1),
     "plan_seconds": ("planning (ms, median)", 1e3),
     "exchange_seconds": ("exchange (ms, median)", 1e3),
 }

@@ -48,6 +48,7 @@ from torchtitan_cad.planning.model.batch import (
 )
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.pipeline.program import Pool
+from torchtitan_cad.planning.placement.microbatch import LEAST_GAIN
 from torchtitan_cad.planning.servers import JoinedServer
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
@@ -162,6 +163,7 @@ class BatchPlanner:
     placement: Placement | None = None
     servers: ServerPool | None = None
     pools: Sequence[Pool] = ()
+    _has_stayed: bool = field(default=False, init=False)
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError for rows of a microbatch that cannot be halved: tensor parallelism has cut them already."""
@@ -212,7 +214,22 @@ class BatchPlanner:
                 self.servers.take_lists([part.servers for part in loaded])
             planned, redistribution = self._plan_step(own, loaded)
         self._compare(planned)
+        self._say_whether_attention_stays(planned)
         return planned, redistribution
+
+    def _say_whether_attention_stays(self, planned: Sequence[PlannedBatch]) -> None:
+        """Log once that a step stays home by its time, and why."""
+        plans = list(chain.from_iterable(batch.plans for batch in planned))
+        stays = all(plan.config.planner == "home" for plan in plans)
+        chosen = self.times is not None and self.config.planner != "home"
+        if self._has_stayed or not stays or not chosen:
+            return
+        self._has_stayed = True
+        imbalance = max(plan.stats.max_over_mean for plan in plans)
+        logger.info(
+            f"CAD leaves attention where its tokens are when moving it saves less than {100 * LEAST_GAIN:.0f} % of a "
+            f"layer, as in this step: imbalance {imbalance:.3f}, {self.times.describe()}"
+        )
 
     def _plan_step(
         self, own: _Loaded, loaded: Sequence[_Loaded]

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 TAGS: dict[str, tuple[str, float]] = {
     "cad/exchange/host(s)": ("exchange_seconds", 1),
     "cad/exchange/exposed(%)": ("exposed_percent", 1),
+    "cad/mfu(%)": ("mfu_percent", 1),
     "cad/imbalance/before": ("imbalance_before", 1),
     "cad/imbalance/after": ("imbalance_after", 1),
     "cad/sent/mean(MB)": ("bytes_per_rank_mean", 1e-6),
@@ -40,6 +41,8 @@ class CadMetrics:
 
     time_last_log: float
     ntokens_since_last_log: int
+    num_flops_per_token: float
+    gpu_peak_flops: float
     parallel_dims: Any
     logger: Any
 
@@ -95,6 +98,10 @@ class CadMetrics:
         gpus_of_tokens = self.parallel_dims.non_data_parallel_size
         speed = self.ntokens_since_last_log / (elapsed * gpus_of_tokens)
         figures["tokens_per_second"] = speed
+        if "pairs_per_token" in figures:
+            beside_rows = session.job.flops_beside_rows(figures["pairs_per_token"])
+            flops = self.num_flops_per_token + beside_rows
+            figures["mfu_percent"] = 100 * flops * speed / self.gpu_peak_flops
         self._last_step = step
         scalars = scalars_of(figures)
         with self._writing:
@@ -170,11 +177,12 @@ def _log_line(figures: dict[str, Any]) -> str:
         hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
+    used = f"  mfu {figures['mfu_percent']:.2f}% by documents"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks{served}, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{hosts})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  "
-        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}"
+        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}{used}"
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchtitan_cad.integration.loading.batch_planner import PlannedBatch
 from torchtitan_cad.planning import Plan
+from torchtitan_cad.planning.model.work import layout_pairs
 
 OF_MICROBATCH = {
     "bytes_per_rank_mean": "mean_rank_bytes",
@@ -35,6 +36,7 @@ class StepStatistics:
     are the ranks' times over the mean, from the busiest of a plan to the least busy, averaged over plans; the first is
     the imbalance.
 
+    ``pairs_per_token`` are the keys that the mean query attends to, in a layer of every kind.
     ``served_share`` is the part of attention that joined servers compute, averaged over plans and layers, if there are
     any. ``bytes_between_hosts`` are those of all ranks together, where plans know that several share a host.
     """
@@ -86,6 +88,12 @@ def _figures_of(planned: PlannedBatch) -> dict[str, Any]:
         figures[f"imbalance_{when}"] = mean_ranked[0]
         of_plans = _of_mean_layer(planned, loads)
         figures[f"loads_{when}"] = of_plans.sum(axis=(0, 1))
+    queries = sum(plan.layout.queries_per_rank.sum() for plan in first_kind)
+    pairs = [
+        [layout_pairs(plan.layout, plan.shape.window) for plan in plans]
+        for plans in by_kind
+    ]
+    figures["pairs_per_token"] = np.sum(pairs, axis=0) / queries
     if any(plan.stand_ins for plan in first_kind):
         shares = [list(map(_served_share, plans)) for plans in by_kind]
         of_mean_layer = np.average(shares, axis=1, weights=layers)

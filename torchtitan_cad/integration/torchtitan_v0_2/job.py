@@ -37,6 +37,7 @@ def read_job(config: JobConfig, model_args: Any, eos_id: int | None) -> Job:
         else 0,
         device=torch.device(utils.device_type, utils.device_module.current_device()),
         documents=document_rule(config.cad, eos_id, model_args.vocab_size),
+        row_tokens=training.seq_len,
         rows=rows,
         microbatches=1
         if topology.pp == 1

@@ -44,6 +44,7 @@ def read_job(config: Any, device: torch.device) -> Job:
         ),
         device=device,
         documents=DocumentRule(by_positions=True),
+        row_tokens=training.seq_len,
         # The loader gives one microbatch at a time, and a step has those of all its batches.
         rows=training.local_batch_size // microbatches,
         microbatches=1,

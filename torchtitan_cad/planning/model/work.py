@@ -5,11 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchtitan_cad.planning.intervals import causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
+from torchtitan_cad.planning.model.layout import TokenLayout
 from torchtitan_cad.planning.model.shape import AttentionShape
 
 STEP_OVER_FORWARD = 3
 """A step over its forward: backward has twice the operations; what backward computes again is no model FLOP."""
+
+
+def layout_pairs(layout: TokenLayout, window: int | None = None) -> int:
+    """Return the (query, key) pairs of all queries of a layout."""
+    start = layout.seg_start
+    end = start + layout.seg_length
+    pairs = causal_pairs(end, window) - causal_pairs(start, window)
+    attending = pairs[layout.seg_attends]
+    return int(attending.sum())
 
 
 def flops_of_pair(shape: AttentionShape) -> int:
