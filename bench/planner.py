@@ -21,7 +21,6 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
-from bench.bound import bound_of
 from bench.greedy import plan_greedy
 from bench.record import Record, conclude, markdown_table
 from examples.draw_a_plan import draw_plan
@@ -158,7 +157,7 @@ def measure(plan: Callable[[], Plan], repeats: int) -> Record:
         "guaranteed": stats.guaranteed_over_mean,
         "total_bytes": stats.total_bytes,
         "rank_bytes": stats.max_rank_bytes,
-        "bound_bytes": bound_of(result),
+        "bound_bytes": stats.lower_bound_bytes,
         "tasks": stats.num_tasks,
         "plan_ms": statistics.median(t[0] for t in times) * 1e3,
         "tables_ms": statistics.median(t[1] for t in times) * 1e3,

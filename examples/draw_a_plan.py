@@ -51,7 +51,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     figure.suptitle(
         f"{plan.layout.num_ranks} ranks, {len(plan.layout.docs)} documents, planner {plan.config.planner}: "
         f"max/mean {stats.max_over_mean_before:.2f} -> {stats.max_over_mean:.3f}, "
-        f"{stats.total_bytes / scale:.2f} {unit} per layer and forward\n"
+        f"{stats.total_bytes / scale:.2f} {unit} per layer and forward "
+        f"(no plan below {stats.lower_bound_bytes / scale:.2f})\n"
         "Queries downwards, keys to the right. Colour and number: the server; pale: the queries' home serves them.",
         fontsize=13,
     )

@@ -191,6 +191,11 @@ def check_loads(plan: Plan) -> None:
     assert abs(plan.stats.max_over_mean - most) <= 1e-9 * most
 
 
+def check_bound(plan: Plan) -> None:
+    """The certificate of a plan lies below the plan."""
+    assert 0 <= plan.stats.lower_bound_bytes <= plan.stats.total_bytes
+
+
 def check_json(plan: Plan) -> None:
     """A plan that is written holds all that it is made of; ranks may ask for tables in whatever order."""
     again = written_plan(plan.to_json())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.lib.layouts import LLAMA, cases
 from tests.lib.reference import (
     causal_mask,
+    check_bound,
     check_exchanges,
     check_json,
     pair_counts,
@@ -103,6 +104,7 @@ def test_every_pair_of_the_mask_once(case, kind, share):
     plan = make_plan(kind.layout(layout, columns), kind.shape, small.config)
     check_plan(plan)
     check_pairs(plan, layout, kind, columns)
+    check_bound(plan)
     check_exchanges(plan)
     check_json(plan)
 

@@ -118,12 +118,13 @@ def test_the_size_of_a_layout_is_limited():
 
 @pytest.mark.parametrize("planner", ["home", "local_search"])
 def test_the_longest_layout_is_planned(planner):
-    """Its work still fits int64, statistics included."""
+    """Its work still fits int64, bounds and statistics included."""
     layout = TokenLayout.from_segments([[(0, 0, MAX_TOKENS)]])
     plan = make_plan(layout, LLAMA, PlannerConfig(planner=planner))
     stats = plan.stats
     rows = MAX_TOKENS // 128
     assert stats.loads.sum() == rows * (rows + 1) // 2
+    assert 0 <= stats.lower_bound_bytes <= stats.total_bytes
     validate_plan(plan)
     with refusal():
         plan.exchange(0)

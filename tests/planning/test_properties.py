@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA, cases, shapes
 from tests.lib.reference import (
+    check_bound,
     check_cuts,
     check_exchanges,
     check_guarantee,
@@ -65,6 +66,7 @@ def test_every_layout(problem, shape):
     home = make_plan(layout, shape, at_home)
     for made in (plan, home):
         check_plan(made)
+        check_bound(made)
         assert merge_queries(made.tasks).tolist() == made.tasks.tolist()
     assert home.stats.query_rows_moved == home.stats.tasks_moved == 0
     check_loads(plan)

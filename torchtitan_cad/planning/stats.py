@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from torchtitan_cad.planning.bound import lower_bound
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
 from torchtitan_cad.planning.intervals import IntArray, begins_group
@@ -65,13 +68,26 @@ class PlanStats:
     """(token, server) pairs of keys used away from home."""
     plan_seconds: float
     """Wall-clock time of planning, without exchange tables and statistics."""
+    bound: Callable[[], int] = field(repr=False)
+    """Returns the lower bound, computed at the first call; training never calls it."""
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Lower bound on ``total_bytes`` of any plan with loads within ``load_limit`` or, if larger, within what the
+        ranks can do in this plan's time."""
+        return self.bound()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics for JSON; arrays become lists."""
+        """Return the statistics and the bound for JSON; arrays become lists."""
+        values = {name: getattr(self, name) for name in (*_STORED, "lower_bound_bytes")}
         return {
-            name: value.tolist() if isinstance(value, np.ndarray) else value
-            for name, value in asdict(self).items()
+            key: value.tolist() if isinstance(value, np.ndarray) else value
+            for key, value in values.items()
         }
+
+
+_STORED = [field.name for field in fields(PlanStats) if field.name != "bound"]
+"""Fields of PlanStats in the JSON form."""
 
 
 def compute_stats(
@@ -115,7 +131,27 @@ def compute_stats(
         query_rows_moved=int(queries.rows_in.sum()),
         kv_rows_moved=int(keys.rows_in.sum()),
         plan_seconds=plan_seconds,
+        bound=cache(
+            lambda: lower_bound(
+                layout,
+                shape,
+                _max_pairs(
+                    layout,
+                    cost,
+                    np.maximum(limits.guaranteed, loads.max(keepdims=True)),
+                ),
+            )
+        ),
     )
+
+
+def _max_pairs(layout: TokenLayout, cost: TileAreaCost, loads: IntArray) -> IntArray:
+    """int64 [num_ranks] most pairs that each rank can compute within its load, limited to the layout's pairs."""
+    every = int((layout.doc_lengths * (layout.doc_lengths + 1) // 2).sum())
+    distinct, index = np.unique(loads, return_inverse=True)
+    return np.array(
+        [min(every, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64
+    )[index]
 
 
 def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:

@@ -73,6 +73,7 @@ def _figures(plan: Plan, given_plan: Plan | None) -> dict[str, str]:
         rows["worst rank bytes with them"] = _bytes(given_plan.stats.max_rank_bytes)
     rows |= {
         "total bytes": _bytes(stats.total_bytes),
+        "lower bound on total bytes": _bytes(stats.lower_bound_bytes),
         "worst rank bytes": _bytes(stats.max_rank_bytes),
         "mean rank bytes": _bytes(stats.mean_rank_bytes),
     }

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout
 from torchtitan_cad.planning.intervals import (
     FloatArray,
     IntArray,
     begins_group,
     sum_by_index,
 )
+from torchtitan_cad.planning.model.layout import TokenLayout
+from torchtitan_cad.planning.model.shape import AttentionShape
 
 SLACK = 1 - 1e-9
 """factor that covers the rounding of floating point, so that the bound stays a certificate"""
@@ -43,14 +44,6 @@ class _Holdings(NamedTuple):
     def chosen(self, entries: npt.NDArray) -> _Holdings:
         """Return the entries at these indices, or where a mask is True."""
         return _Holdings(*(column[entries] for column in self))
-
-
-def bound_of(plan: Plan) -> int:
-    """Return a bound on the bytes of any plan with loads within this one's limit or, if larger, its largest load."""
-    most = max(plan.stats.load_limit, int(plan.stats.loads.max()))
-    every = int(_triangle(plan.layout.doc_lengths).sum())
-    pairs = min(every, plan.cost.max_pairs(most))
-    return lower_bound(plan.layout, plan.shape, pairs)
 
 
 def lower_bound(
