@@ -219,10 +219,10 @@ class BatchPlanner:
 
     def _say_whether_attention_stays(self, planned: Sequence[PlannedBatch]) -> None:
         """Log once that a step stays home by its time, and why."""
+        if self.times is None or self.config.planner == "home" or self._has_stayed:
+            return
         plans = list(chain.from_iterable(batch.plans for batch in planned))
-        stays = all(plan.config.planner == "home" for plan in plans)
-        chosen = self.times is not None and self.config.planner != "home"
-        if self._has_stayed or not stays or not chosen:
+        if any(plan.config.planner != "home" for plan in plans):
             return
         self._has_stayed = True
         imbalance = max(plan.stats.max_over_mean for plan in plans)
