@@ -43,7 +43,6 @@ MODES = {
     "stock": ["--parallelism.no-cad"],
     "cad": ["--parallelism.cad"],
     "two nano-batches": ["--parallelism.cad", "--cad.nano_batches=2"],
-    "symm_mem": ["--parallelism.cad", "--cad.transport=symm_mem"],
 }
 DEFAULT_MODES = ("stock", "cad", "two nano-batches")
 

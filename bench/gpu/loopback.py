@@ -21,9 +21,9 @@ from torchtitan_cad.runtime.call import AttentionCall, Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, row_delta
 from torchtitan_cad.runtime.kernels.select import get_kernel
+from torchtitan_cad.runtime.packing import Message
 from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
-from torchtitan_cad.runtime.transport.memory import Message
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 KEY = 0

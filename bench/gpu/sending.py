@@ -25,9 +25,9 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.select import get_kernel
+from torchtitan_cad.runtime.packing import Message
 from torchtitan_cad.runtime.transport.base import Route, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory, sending_stream
-from torchtitan_cad.runtime.transport.memory import Message
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 from torchtitan_cad.runtime.triton import put
 

@@ -91,9 +91,7 @@ def test_who_is_at_fault_is_named_first_and_the_job_resumes(
 ):
     """The job ends in time, with a whole summary, and leaves nothing behind."""
     shared = shared_memory()
-    # Ranks of half of the jobs share memory.
-    transport = "symm_mem" if launcher == LAUNCH and nranks == 4 else "collective"
-    args = [*JOB, *CHECKPOINTS, f"--cad.transport={transport}"]
+    args = [*JOB, *CHECKPOINTS]
     with launched(args, tmp_path, nranks, launcher) as job:
         job.wait_for(r"step: +4 ", START_S)
         before = len(job.lines)

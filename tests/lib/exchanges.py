@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.lib import cpu_memory
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Pending, Route, Routes, Transport
@@ -132,6 +133,8 @@ def exchange_at_random(
     shared = np.random.default_rng(seed)
     own = random.Random(1000 * seed + rank)
     device = torch.device(device_type)
+    if device_type == "cpu":
+        cpu_memory.install()
     transport = build_transport(name, group, device, BUFFER_BYTES, hosts=hosts)
     calls: list[tuple[int, deque, Iterator[int]]] = []
     received = 0
@@ -209,6 +212,7 @@ def symmetric(
     group: dist.ProcessGroup, timeout_s: float = 60.0, **sizes: Any
 ) -> Transport:
     """``sizes``: those of ``build_transport``, on whose way a busy machine may take longer than ``timeout_s``."""
+    cpu_memory.install()
     transport = build_transport("symm_mem", group, CPU, **sizes)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return transport

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.lib.cpu_memory import CpuMemory
 from torchtitan_cad.runtime import triton
+from torchtitan_cad.runtime.transport.base import NearRanks
 from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
-from torchtitan_cad.runtime.transport.memory import CpuMemory, NearRanks
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 
@@ -29,9 +30,8 @@ def interpreted_memory(num_bytes: int, group: Any) -> Any:
 def shared_memory(num_bytes: int, group: Any) -> CpuMemory:
     """Memory that CPU ranks share."""
     near = NearRanks(group, range(group.size()), group.size())
-    with CpuMemory.reserve(num_bytes) as file:
-        memory = CpuMemory.share(file, near)
-        dist.barrier(group)  # until all have opened it
+    memory = CpuMemory.share(CpuMemory.reserve(num_bytes, torch.device("cpu")), near)
+    dist.barrier(group)  # until all have opened it
     return memory
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib.cpu_memory import CpuMemory
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Routes
 from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
-from torchtitan_cad.runtime.transport.memory import CpuMemory
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 T = TypeVar("T")

@@ -26,7 +26,6 @@ from tests.lib.threaded import needs_linux
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
-from torchtitan_cad.runtime.transport import memory
 from torchtitan_cad.runtime.transport.base import Routes
 
 
@@ -171,22 +170,6 @@ def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
 def test_memory_is_allocated_once_and_given_back():
     """Each rank maps its own and its peer's."""
     assert values(run_processes(2, exchange_and_leave)) == [[2, 0]] * 2
-
-
-@needs_linux
-def test_the_memory_of_another_container_is_not_taken_for_a_peers(monkeypatch):
-    """There a peer has the process id and the file that this rank has here."""
-
-    def peer_alike(
-        named_path: tuple[str, str], group: object
-    ) -> dict[int, tuple[str, str]]:
-        name, path = named_path
-        return {0: named_path, 1: (name[1:] + name[:1], path)}
-
-    monkeypatch.setattr(memory, "gather", peer_alike)
-    near = memory.NearRanks(None, range(2), 2)
-    with memory.CpuMemory.reserve(4096) as file, refusal(error=RuntimeError):
-        memory.CpuMemory.share(file, near)
 
 
 def number_of_mappings() -> int:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from tests.lib import cpu_memory
+from tests.lib.cpu_memory import CpuMemory
 from tests.lib.exchanges import CPU
 from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
@@ -18,7 +20,6 @@ from tests.lib.threaded import needs_linux
 from torchtitan_cad.runtime import hosts
 from torchtitan_cad.runtime.transport import build
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
-from torchtitan_cad.runtime.transport.memory import CpuMemory
 
 
 def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
@@ -27,6 +28,8 @@ def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
     def fail(*_: object, **__: object) -> None:
         raise Exception("no file in memory")
 
+    check = build._check
+    cpu_memory.install()
     if group.rank() == 1:
         build._check = fail
     lines: list[str] = []
@@ -35,6 +38,7 @@ def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
     with refusal("'symm_mem'", "(rank 1)", "cad.transport"):
         build_transport("symm_mem", group, CPU)
     # As on a GPU, where auto would take it: all ranks fall back together, and say why.
+    build._check = check
     device = torch.device("meta")
     assert build_transport("auto", group, device).name == "collective"
     return lines
@@ -44,7 +48,7 @@ def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
 def test_all_ranks_choose_the_same_transport_and_say_why():
     for lines in values(run_processes(2, choose_where_one_rank_cannot)):
         assert lines == [
-            "cad.transport = 'auto': collective; not symm_mem: for ranks on CPU it serves tests",
+            "cad.transport = 'auto': collective; not symm_mem: it needs CUDA devices",
             "cad.transport = 'auto': collective; not symm_mem: it needs CUDA devices, these are meta (rank 0)",
         ]
 
@@ -71,7 +75,7 @@ AUTO = {
         "such as set_symm_mem_for_comm of FSDP2",
     ),
     "async tensor parallelism": (CUDA, 2, {"backend": "CUDA"}, BETWEEN, TRIAL),
-    "CPU ranks": (CPU, 2, {}, "collective", "for ranks on CPU it serves tests"),
+    "CPU ranks": (CPU, 2, {}, "collective", "it needs CUDA devices"),
 }
 """Device, hosts, what a machine has, and what ``auto`` then means, and why."""
 
@@ -106,9 +110,9 @@ def test_what_auto_means(machine, case):
 def test_what_names_mean(machine):
     machine()
     assert expected_transport("collective", CUDA, 2) == ("collective", "as set")
-    assert expected_transport("symm_mem", CPU, 1) == ("symm_mem", TRIAL)
-    assert expected_transport("symm_mem", CPU, 2) == (BETWEEN, TRIAL)
-    for name, device in (("nccl", CPU), ("nvshmem", CUDA), ("nvshmem", CPU)):
+    assert expected_transport("symm_mem", CUDA, 1) == ("symm_mem", TRIAL)
+    assert expected_transport("symm_mem", CUDA, 2) == (BETWEEN, TRIAL)
+    for name, device in (("nccl", CPU), ("nvshmem", CUDA), ("symm_mem", CPU)):
         with refusal("cad.transport", name, remedy="cad.transport"):
             expected_transport(name, device, 2)
     machine(nvshmem=True)
@@ -122,11 +126,11 @@ def choose_over_all_groups(group: dist.ProcessGroup) -> None:
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
     own = groups[group.rank() // 2]
 
-    def check(device: torch.device) -> None:
+    def check(name: str, device: torch.device) -> None:
         if group.rank() == 3:
             raise RuntimeError("no library")
 
-    build._check_nvshmem = check
+    build._check = check
     with refusal("'nvshmem'", "(rank 3)", "cad.transport"):
         build_transport("nvshmem", own, CPU)
 
@@ -147,6 +151,7 @@ def agree_over_another_group(group: dist.ProcessGroup) -> None:
         used.append(group)
         gather(values, value, group=group)
 
+    cpu_memory.install()
     dist.all_gather_object = record
     transport = build_transport("symm_mem", group, CPU, agreement=agreement)
     assert transport.name == "symm_mem"
@@ -163,8 +168,9 @@ def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:
     """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not. Later groups have names of their own."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
     rank = group.rank()
-    build.host_name = lambda: f"host {max(0, rank - 1)}"
-    transport = build_transport("symm_mem", groups[rank // 2], CPU)
+    cpu_memory.install()
+    hosts = [0, rank // 2]
+    transport = build_transport("symm_mem", groups[rank // 2], CPU, hosts=hosts)
     timeout = timedelta(seconds=20)
     ranks = [rank - rank % 2, rank - rank % 2 + 1]
     again = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
@@ -186,6 +192,7 @@ def fail_at_every_step(group: dist.ProcessGroup) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("too many files")
 
+    cpu_memory.install()
     for owner, step in ((torch, "from_file"), (CpuMemory, "reserve")):
         if group.rank() == 1:
             setattr(owner, step, fail)
@@ -202,7 +209,7 @@ def test_no_rank_waits_for_one_that_cannot_share_memory():
 
 def start_late(group: dist.ProcessGroup, log: str) -> None:
     logging.basicConfig(format="%(message)s", filename=log)
-    with build._ends_if_late("NVSHMEM has not started", 0.2):
+    with build._ends_unless_started_in(0.2):
         time.sleep(30)
 
 
@@ -239,6 +246,7 @@ def test_a_host_is_a_boot_and_a_name(monkeypatch, tmp_path):
 
 def spoil_the_trial(group: dist.ProcessGroup) -> None:
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
+    cpu_memory.install()
     if group.rank() == 0:
         CpuMemory.send = lambda self, messages, routes, begins, *signal: self.post(
             routes.receivers, *signal

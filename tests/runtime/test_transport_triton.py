@@ -214,7 +214,7 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
 ):
     """Ranks 1 and 3 of a group of four share a host, this one being rank 3."""
     from torchtitan_cad.runtime.transport import cuda_memory
-    from torchtitan_cad.runtime.transport.memory import NearRanks
+    from torchtitan_cad.runtime.transport.base import NearRanks
 
     store = dist.HashStore()
     waits = []
@@ -231,6 +231,7 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
     monkeypatch.setattr(c10d, "_get_process_group_store", lambda group: store)
     monkeypatch.setattr(cuda_memory.symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(cuda_memory, "sending_stream", lambda device: None)
+    monkeypatch.setattr(cuda_memory, "gather", lambda folder, group: {1: folder})
     group = SimpleNamespace(rank=lambda: 1)
     near = NearRanks(group, [1, 3], 4)
     if begins_elsewhere:

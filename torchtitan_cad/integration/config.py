@@ -68,18 +68,18 @@ class Cad:
 
     transport: str = "auto"
     """
-    How rows travel: "collective" is all_to_all_single over gloo or NCCL; "symm_mem" writes into the memory of peers on
-    the same host, on CUDA by Triton kernels, on CPU for tests, and sends to other hosts by gloo or NCCL. "auto":
-    symm_mem on CUDA where a trial succeeds, else collective. "nvshmem" writes to other hosts, too; where NVSHMEM cannot
+    How rows travel: "collective" is all_to_all_single over gloo or NCCL; "symm_mem", on CUDA, writes into the memory
+    of peers on the same host, by Triton kernels, and sends to other hosts by NCCL. "auto": symm_mem on CUDA where a
+    trial succeeds, else collective. "nvshmem" writes to other hosts, too; where NVSHMEM cannot
     start, it ends the process (docs/how_it_works.md).
     """
 
     kernel: str = "auto"
     """
-    Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-3, 4 or 2 as
+    Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-4 or 3 as
     installed and made for the GPU, "cudnn" what stock torch 2.15 takes on Hopper and Blackwell, "cpu" an exact kernel
     for CPU ranks. "auto": on CUDA the first that is installed, made for the GPU and takes the model's heads:
-    FlashAttention-4, FlashAttention-3, cudnn, FlashAttention-2, varlen.
+    FlashAttention-4, FlashAttention-3, cudnn, varlen.
     """
 
     backward: str = "auto"

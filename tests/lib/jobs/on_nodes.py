@@ -29,7 +29,7 @@ class NodesJob:
             "text": True,
         }
         self.processes = [
-            nodes.torchrun(node, ranks, ["-m", "torchtitan_cad.train", *job], **pipe)
+            nodes.torchrun(node, ranks, ["-m", "tests.lib.jobs.train", *job], **pipe)
             for node in range(nodes.count)
         ]
         for process, lines in zip(self.processes, self.lines, strict=True):

@@ -43,6 +43,7 @@ from torchtitan.models.llama3 import TransformerModelArgs, llama3_args  # noqa: 
 from torchtitan.models.moe import MoEArgs  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
+from tests.lib import cpu_memory  # noqa: E402
 from tests.lib.jobs import dense_twin, tiny_models  # noqa: E402
 from tests.lib.kernels_reference import dense_attention  # noqa: E402
 from tests.lib.observer import observe  # noqa: E402
@@ -64,6 +65,7 @@ WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 def main(argv: Sequence[str]) -> None:
     """Train by torchtitan's arguments ``argv[1:]``, with the hooks that ``argv[0]`` names in JSON."""
     hooks, *titan_args = argv
+    cpu_memory.install()
     register_datasets()
     add_variants()
     register_flavors()

@@ -18,11 +18,10 @@ from tests.lib.threaded import (
 )
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.packing import RowFormat
+from torchtitan_cad.runtime.packing import Message, RowFormat
 from torchtitan_cad.runtime.transport.base import Peers, Route, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRanks
-from torchtitan_cad.runtime.transport.memory import Message
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torchtitan_cad.planning.intervals import concat_ranges
 
 Kind = Literal["queries", "keys", "results"]
+WORD_BYTES = 8
+"""bytes of a word of symmetric memory, which holds a signal"""
 _T = TypeVar("_T")
 
 
@@ -125,6 +127,26 @@ def all_to_all(rank: int, sends: np.ndarray, per_peer: int, buffer: int = 0) -> 
         buffer=buffer,
     )
     return Routes([route])
+
+
+@dataclass(frozen=True)
+class NearRanks:
+    """The ranks of a CAD group that share memory, those of one host.
+
+    Attributes:
+        group: their process group, of gloo.
+        ranks: their indices in the CAD group, in the order of the process group.
+        num_ranks: ranks of the CAD group.
+    """
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]
+    num_ranks: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the CAD group."""
+        return self.ranks[self.group.rank()]
 
 
 class Pending(Protocol):

@@ -5,13 +5,12 @@ import contextlib
 import importlib.util
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -20,17 +19,19 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from torchtitan_cad.planning.exchange import messages
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.hosts import host_name, number_hosts
-from torchtitan_cad.runtime.transport.base import Transport, all_to_all, gather
+from torchtitan_cad.runtime.transport.base import (
+    NearRanks,
+    Transport,
+    all_to_all,
+    gather,
+)
 from torchtitan_cad.runtime.transport.collective import CollectiveTransport
 from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
-from torchtitan_cad.runtime.transport.memory import (
-    CpuMemory,
-    NearRanks,
-    SymmetricMemory,
-)
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 from torchtitan_cad.runtime.triton.nvshmem_library import find_device_library
+
+if TYPE_CHECKING:
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
 TRANSPORTS = ("auto", "symm_mem", "collective", "nvshmem")
 _PROBE_TIMEOUT_S = 20.0
@@ -55,10 +56,6 @@ class _Request:
     hosts: Sequence[int]
     calls_in_flight: int
 
-    @property
-    def num_hosts(self) -> int:
-        return len(set(self.hosts))
-
 
 def build_transport(
     name: str,
@@ -79,37 +76,29 @@ def build_transport(
         buffer_bytes: size of a receive buffer, by default that of ``messages.buffer_bytes``.
         agreement: gloo group of the same ranks, over which they agree. By default ``group``, for which NCCL then
             creates a communicator.
-        hosts: number of every rank's host; by default the ranks ask each other.
+        hosts: number of every rank's host; by default they share one.
         calls_in_flight: maximum number of core attentions in flight, each with its own receive buffers.
 
     Raises:
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
-    num_bytes = (
-        messages.buffer_bytes(nano_batches=calls_in_flight)
-        if buffer_bytes is None
-        else buffer_bytes
+    if buffer_bytes is None:
+        buffer_bytes = messages.buffer_bytes(nano_batches=calls_in_flight)
+    request = _Request(
+        group,
+        agreement or group,
+        device,
+        buffer_bytes,
+        hosts=hosts or [0] * group.size(),
+        calls_in_flight=calls_in_flight,
     )
-
-    def attempt() -> SymmetricTransport:
-        agreed = agreement or group
-        numbers = (
-            number_hosts([*gather(host_name(), agreed).values()])
-            if hosts is None
-            else hosts
-        )
-        request = _Request(group, agreed, device, num_bytes, numbers, calls_in_flight)
-        return _over_nvshmem(request) if name == "nvshmem" else _symmetric(request)
-
-    transport, reason = _choose(name, device, attempt)
+    build = _over_nvshmem if name == "nvshmem" else _symmetric
+    transport, reason = _choose(name, device, lambda: build(request))
     if name == "auto":
-        choice = (
-            f"collective; {reason}"
-            if reason
-            else "symm_mem, which passed its trial on all ranks of the group"
-        )
+        passed = "symm_mem, which passed its trial on all ranks of the group"
+        choice = f"collective; {reason}" if reason else passed
         _logger.info(f"cad.transport = 'auto': {choice}")
-    return transport or CollectiveTransport(group, num_bytes)
+    return transport or CollectiveTransport(group, buffer_bytes)
 
 
 def expected_transport(
@@ -120,18 +109,15 @@ def expected_transport(
     Raises:
         ValueError: the transport is unknown or unavailable; names the key ``cad.transport``.
     """
-    check = _check_nvshmem if name == "nvshmem" else _check
-    _, reason = _choose(name, device, lambda: _agree(partial(check, device)))
+    _, reason = _choose(name, device, lambda: _agree(lambda: _check(name, device)))
     if reason:
         return "collective", reason
     if name == "nvshmem":
         return name, "as set; where NVSHMEM cannot start, it ends the process"
-    between = (
-        ""
-        if num_hosts == 1
-        else f" inside {num_hosts} hosts, send and receive between them"
-    )
-    return f"symm_mem{between}", "decided at start by a trial on all ranks of the group"
+    chosen = "symm_mem"
+    if num_hosts > 1:
+        chosen += f" inside {num_hosts} hosts, send and receive between them"
+    return chosen, "decided at start by a trial on all ranks of the group"
 
 
 def _choose(
@@ -145,7 +131,7 @@ def _choose(
     if name == "collective":
         return None, "as set"
     if name == "auto" and device.type == "cpu":
-        return None, "not symm_mem: for ranks on CPU it serves tests"
+        return None, "not symm_mem: it needs CUDA devices"
     try:
         return attempt(), ""
     except _Unavailable as error:
@@ -163,30 +149,29 @@ def _symmetric(request: _Request) -> SymmetricTransport:
     device = request.device
     _agree(lambda: None, agreement)  # ranks that start late have more time for it
     near = _agree(lambda: _near_ranks(request), agreement)
-    _agree(lambda: _check(device), agreement)
-    if device.type == "cuda":
-        _agree(lambda: _check_sockets(near), agreement)
+    _agree(lambda: _check("symm_mem", device), agreement)
     far = None
     description = "symm_mem"
-    if request.num_hosts > 1:
+    num_hosts = len(set(request.hosts))
+    if num_hosts > 1:
         ranks = dist.get_process_group_ranks(group)
         far = FarRanks(group.rank(), near.ranks, ranks, transfer_over(group), device)
         backend = group._get_backend(device).name()
-        description = (
-            f"symm_mem inside {request.num_hosts} hosts, {backend} between them"
-        )
+        description += f" inside {num_hosts} hosts, {backend} between them"
 
-    def allocate(num_bytes: int) -> SymmetricMemory:
-        if device.type == "cpu":
-            file = _agree(lambda: CpuMemory.reserve(num_bytes), agreement)
-            with file:
-                return _agree(lambda: CpuMemory.share(file, near), agreement)
-        from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-
-        own = _agree(lambda: DeviceMemory.reserve(num_bytes, device), agreement)
-        return _agree(lambda: DeviceMemory.share(own, near), agreement)
+    def allocate(num_bytes: int) -> "DeviceMemory":
+        memory = _memory_class()
+        own = _agree(lambda: memory.reserve(num_bytes, device), agreement)
+        return _agree(lambda: memory.share(own, near), agreement)
 
     return _tried_out(request, allocate, far, description)
+
+
+def _memory_class() -> "type[DeviceMemory]":
+    """Return the class of symmetric memory, whose module needs triton. (Tests have another, of CPU ranks.)"""
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
+
+    return DeviceMemory
 
 
 def _near_ranks(request: _Request) -> NearRanks:
@@ -199,10 +184,11 @@ def _near_ranks(request: _Request) -> NearRanks:
     hosts = request.hosts
     near = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank()]]
     ranks = dist.get_process_group_ranks(group)
-    timeout = timedelta(seconds=_START_TIMEOUT_S)
-    global_ranks = [ranks[rank] for rank in near]
     of_host = dist.new_group(
-        global_ranks, timeout, backend="gloo", use_local_synchronization=True
+        [ranks[rank] for rank in near],
+        timedelta(seconds=_START_TIMEOUT_S),
+        backend="gloo",
+        use_local_synchronization=True,
     )
     return NearRanks(of_host, near, len(hosts))
 
@@ -214,32 +200,30 @@ def _over_nvshmem(request: _Request) -> SymmetricTransport:
     """
     device = request.device
     buffer_bytes = request.buffer_bytes
-    _agree(lambda: _check_nvshmem(device), dist.group.WORLD)
+    world = dist.group.WORLD
+    _agree(lambda: _check("nvshmem", device), world)
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 
-    def allocate(num_bytes: int) -> SymmetricMemory:
-        with _ends_if_late("NVSHMEM has not started", _START_TIMEOUT_S):
+    def allocate(num_bytes: int) -> "DeviceMemory":
+        with _ends_unless_started_in(_START_TIMEOUT_S):
             own = _agree(
-                lambda: NodesMemory.reserve_for(num_bytes, buffer_bytes, device),
-                dist.group.WORLD,
+                lambda: NodesMemory.reserve_for(num_bytes, buffer_bytes, device), world
             )
         return _agree(
-            lambda: NodesMemory.share_with(own, request.group, buffer_bytes),
-            dist.group.WORLD,
+            lambda: NodesMemory.share_with(own, request.group, buffer_bytes), world
         )
 
-    return _tried_out(
-        request, allocate, None, f"NVSHMEM between {request.num_hosts} hosts"
-    )
+    num_hosts = len(set(request.hosts))
+    return _tried_out(request, allocate, None, f"NVSHMEM between {num_hosts} hosts")
 
 
 @contextlib.contextmanager
-def _ends_if_late(what: str, seconds: float) -> Iterator[None]:
-    """End the process, with a line in the log, unless this context ends in time: a wait in a library has no bound."""
+def _ends_unless_started_in(seconds: float) -> Iterator[None]:
+    """End the process, with a line in the log, unless this context ends in time: NVSHMEM's start has no bound."""
 
     def end() -> None:
         _logger.error(
-            f"cad.transport = 'nvshmem': {what} for {seconds:.0f} s; set cad.transport to 'auto'"
+            f"cad.transport = 'nvshmem': NVSHMEM has not started for {seconds:.0f} s; set cad.transport to 'auto'"
         )
         logging.shutdown()
         os._exit(1)
@@ -255,7 +239,7 @@ def _ends_if_late(what: str, seconds: float) -> Iterator[None]:
 
 def _tried_out(
     request: _Request,
-    allocate: Callable[[int], SymmetricMemory],
+    allocate: "Callable[[int], DeviceMemory]",
     far: FarRanks | None,
     description: str,
 ) -> SymmetricTransport:
@@ -276,31 +260,34 @@ def _tried_out(
 
     transport = _agree(build, request.agreement)
     host = np.array(request.hosts)
-    together = host[:, None] == host
-    others = ~np.eye(len(host), dtype=bool)
-    # Inside hosts first: a rank that fails there leaves no other waiting for its messages, which have no such bound.
-    for sends in (together & others, others)[request.num_hosts == 1 :]:
-        _agree(
-            partial(_try_out, transport, group, sends, request.calls_in_flight, device),
-            request.agreement,
-        )
+    is_near = host[:, None] == host
+    is_other = ~np.eye(len(host), dtype=bool)
+    trials = [is_other]
+    trials = [is_other]
+    if not is_near.all():
+        # Inside hosts first: a rank that fails there leaves no other waiting for messages, which have no such bound.
+        trials.insert(0, is_near & is_other)
+    for sends in trials:
+        _agree(partial(_try_out, transport, request, sends), request.agreement)
     transport.description = description
-    transport.timeout_s = lambda: group._get_backend(
-        device
-    ).options._timeout.total_seconds()
+    backend = group._get_backend(device)
+    transport.timeout_s = lambda: backend.options._timeout.total_seconds()
     return transport
 
 
-def _check(device: torch.device) -> None:
-    """Raise RuntimeError naming what is missing, as far as this rank alone can tell."""
-    if device.type == "cpu":
-        if sys.platform != "linux":
-            raise RuntimeError(
-                f"symmetric memory of CPU ranks needs Linux, this is {sys.platform}"
-            )
-        return
-    _check_device(device)
-    if (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
+def _check(name: str, device: torch.device) -> None:
+    """Raise RuntimeError naming what a transport lacks here, as far as this rank alone can tell."""
+    if device.type != "cuda":
+        raise RuntimeError(f"it needs CUDA devices, these are {device.type}")
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("its kernels need the package triton")
+    if name == "nvshmem":
+        if not symm_mem.is_nvshmem_available():
+            raise RuntimeError("this build of torch has no NVSHMEM")
+        has_device = torch.cuda.is_available()
+        capability = torch.cuda.get_device_capability(device) if has_device else None
+        find_device_library(capability)
+    elif (backend := symm_mem.get_backend(device)) not in (None, "CUDA"):
         raise RuntimeError(
             f"torch's symmetric memory has the backend {backend}, and a process has one; inside a host CUDA is "
             "needed: unset the environment variable TORCH_SYMMMEM, or do without what else sets that backend, such "
@@ -308,63 +295,29 @@ def _check(device: torch.device) -> None:
         )
 
 
-def _check_sockets(near: NearRanks) -> None:
-    """Raise RuntimeError unless this host's ranks have one /tmp, for sockets; torch would wait without a bound."""
-    folder = None
-    with contextlib.suppress(OSError):
-        status = os.stat("/tmp")
-        folder = (status.st_dev, status.st_ino)
-    if len({*gather(folder, near.group).values()}) > 1:
-        raise RuntimeError(
-            "torch's symmetric memory opens sockets in /tmp, which is another folder on other ranks of the host; "
-            "let its containers share /tmp"
-        )
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise RuntimeError(f"it needs CUDA devices, these are {device.type}")
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("its kernels need the package triton")
-
-
-def _check_nvshmem(device: torch.device) -> None:
-    """Raise RuntimeError naming what is missing for NVSHMEM, as far as this rank alone can tell."""
-    _check_device(device)
-    if not symm_mem.is_nvshmem_available():
-        raise RuntimeError("this build of torch has no NVSHMEM")
-    capability = (
-        torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-    )
-    find_device_library(capability)
-
-
-def _try_out(
-    transport: Transport,
-    group: dist.ProcessGroup,
-    sends: np.ndarray,
-    calls_in_flight: int,
-    device: torch.device,
-) -> None:
+def _try_out(transport: Transport, request: _Request, sends: np.ndarray) -> None:
     """Exchange rows until every buffer was used twice; raises RuntimeError if a row is wrong.
 
     Args:
         sends: bool [ranks, ranks] whether the first sends a row to the second; symmetric.
     """
-    rank = group.rank()
-    others = np.flatnonzero(sends[rank]).tolist()
+    rank = request.group.rank()
+    calls_in_flight = request.calls_in_flight
+    peers = np.flatnonzero(sends[rank]).tolist()
     wrong = ""
     for number in range(1, 2 * calls_in_flight * BUFFERS_PER_CALL + 1):
-        routes = all_to_all(
-            rank, sends, 1, buffer=number // calls_in_flight % BUFFERS_PER_CALL
-        )
+        buffer = number // calls_in_flight % BUFFERS_PER_CALL
+        routes = all_to_all(rank, sends, 1, buffer)
         rows = torch.full(
-            (len(others), 4), 1000 * number + rank, dtype=torch.int32, device=device
+            (len(peers), 4),
+            1000 * number + rank,
+            dtype=torch.int32,
+            device=request.device,
         )
         pending = transport.start([[rows]], routes, "trial", transport.begin())
         received = pending.wait()[0].view(torch.int32)[:, 0].tolist()
         pending.release()
-        wanted = [1000 * number + peer for peer in others]
+        wanted = [1000 * number + peer for peer in peers]
         if received != wanted and not wrong:
             wrong = f"a trial brought {received} instead of {wanted}"  # goes on, so that no peer waits
     transport.prepare(())  # raises PeerError if a peer was late
@@ -381,19 +334,14 @@ def _agree(act: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     except _Unavailable:  # on all ranks, from an agreement inside
         raise
     except Exception as error:  # compilers and drivers have exceptions of their own; peers wait in the gather below
-        failure = (
-            f"{type(error).__name__}: {error}"
-            if not isinstance(error, RuntimeError)
-            else str(error)
-        )
-        failure = " ".join(failure.split())[:300] or type(error).__name__
+        kind = type(error).__name__
+        said = str(error) or kind
+        failure = said if isinstance(error, RuntimeError) else f"{kind}: {said}"
+        failure = " ".join(failure.split())[:300]
     if group is not None:
-        failures = [
-            f"{reason} (rank {rank})"
-            for rank, reason in gather(failure, group).items()
-            if reason
-        ]
-        failure = next(iter(failures), "")
+        for rank, reason in gather(failure, group).items():
+            if reason:
+                raise _Unavailable(f"{reason} (rank {rank})")
     if failure:
         raise _Unavailable(failure)
     return results[0]

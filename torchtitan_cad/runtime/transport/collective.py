@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The transport over the process group's all-to-all (gloo on CPU, NCCL on CUDA)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,31 +10,25 @@ from torch import Tensor
 from torchtitan_cad.planning.exchange import messages as planned
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Pending, Route, Routes
+from torchtitan_cad.runtime.transport.base import Pending, Routes
 
 
+@dataclass
 class _Received(Pending):
     """Rows received in new tensors, complete after ``works``; ``sent`` is kept alive until then."""
 
-    def __init__(
-        self,
-        received: list[Tensor],
-        works: Sequence[dist.Work],
-        sent: list[Tensor],
-        describe: Callable[[], str],
-    ) -> None:
-        self._received = received
-        self._works = works
-        self._sent = sent
-        self._describe = describe
+    received: list[Tensor]
+    works: list[dist.Work]
+    sent: list[Tensor]
+    failure: str
 
     def wait(self) -> list[Tensor]:
         try:
-            for work in self._works:
+            for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(f"{self._describe()} failed: {error}") from error
-        return self._received
+            raise PeerError(f"{self.failure}: {error}") from error
+        return self.received
 
 
 class CollectiveTransport:
@@ -62,36 +57,28 @@ class CollectiveTransport:
         phase: str,
         call: int,
     ) -> Pending:
-        def describe() -> str:
-            ranks = dist.get_process_group_ranks(self._group)
-            peers = [
-                ranks[peer]
-                for peer in sorted({*routes.receivers.ranks, *routes.senders.ranks})
-            ]
-            return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers}"
-
-        works = []
+        ranks = dist.get_process_group_ranks(self._group)
+        indices = {*routes.receivers.ranks, *routes.senders.ranks}
+        peers = sorted(ranks[index] for index in indices)
+        failure = f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers} failed"
+        works = list[dist.Work]()
         received = []
         sent = []
         for tensors, route in zip(messages, routes, strict=True):
-            sent.append(RowFormat.of(tensors).pack(tensors, route.rows))
-            received.append(sent[-1].new_empty(route.num_received, sent[-1].shape[1]))
+            rows = RowFormat.of(tensors).pack(tensors, route.rows)
+            arriving = rows.new_empty(route.num_received, rows.shape[1])
+            sent.append(rows)
+            received.append(arriving)
             try:
-                works += self._exchange(received[-1], sent[-1], route)
+                work = dist.all_to_all_single(
+                    arriving,
+                    rows,
+                    output_split_sizes=route.recv_counts,
+                    input_split_sizes=route.send_counts,
+                    group=self._group,
+                    async_op=True,
+                )
             except RuntimeError as error:
-                raise PeerError(f"{describe()} failed: {error}") from error
-        return _Received(received, works, sent, describe)
-
-    def _exchange(
-        self, received: Tensor, sent: Tensor, route: Route
-    ) -> list[dist.Work]:
-        return [
-            dist.all_to_all_single(
-                received,
-                sent,
-                output_split_sizes=route.recv_counts,
-                input_split_sizes=route.send_counts,
-                group=self._group,
-                async_op=True,
-            )
-        ]
+                raise PeerError(f"{failure}: {error}") from error
+            works.append(work)
+        return _Received(received, works, sent, failure)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Symmetric memory on CUDA devices that reach each other's memory, those of one host.
 
-Triton kernels pack rows into the peers' memory, set words and wait for words. Rows are sent on a stream of their own,
-and the stream that uses received rows waits for them. The host never waits: a kernel that waits too long writes a
-record to host memory, and later kernels of this rank do nothing.
+Every rank has one allocation of equal size, which all ranks of the host map. Its first bytes are int64 words for
+signals; each word has one writer. Triton kernels pack rows into the peers' memory, set words and wait for words. Rows
+are sent on a stream of their own, and the stream that uses received rows waits for them. The host never waits: a kernel
+that waits too long writes a record to host memory, and later kernels of this rank do nothing.
 """
 
 import functools
@@ -18,12 +19,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from torchtitan_cad.runtime.transport.base import Peers, Routes, to_device
-from torchtitan_cad.runtime.transport.memory import (
-    WORD_BYTES,
-    Message,
+from torchtitan_cad.runtime.packing import Message
+from torchtitan_cad.runtime.transport.base import (
     NearRanks,
-    SymmetricMemory,
+    Peers,
+    Routes,
+    gather,
+    to_device,
 )
 from torchtitan_cad.runtime.triton import put, signals
 
@@ -36,7 +38,7 @@ peers without a bound. Torch opens sockets in TMPDIR, which must be short and th
 """
 
 
-class DeviceMemory(SymmetricMemory):
+class DeviceMemory:
     """Memory of one host's devices, to which peers write directly.
 
     For tests without a GPU, it also runs on CPU tensors with Triton's interpreter, without streams.
@@ -58,7 +60,7 @@ class DeviceMemory(SymmetricMemory):
         self.own = own
         self._stream = stream
         self._owner = owner
-        self._words = own[: own.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)
+        self._words = own.view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64).to(own.device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=own.device)
         self._record = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
@@ -71,9 +73,8 @@ class DeviceMemory(SymmetricMemory):
             (num_bytes,), (1,), torch.uint8, device
         )
         own.zero_()
-        torch.cuda.current_stream(
-            device
-        ).synchronize()  # peers write, and other streams use it, too
+        # peers write, and other streams use it, too
+        torch.cuda.current_stream(device).synchronize()
         return own
 
     @classmethod
@@ -87,17 +88,19 @@ class DeviceMemory(SymmetricMemory):
         handle = None
         addresses[near.rank] = own.data_ptr()
         if len(near.ranks) > 1:
+            _check_sockets(near)
             with bounded_waits(near.group), _environment(_RENDEZVOUS):
                 handle = symm_mem.rendezvous(own, near.group)
             for rank, address in zip(near.ranks, handle.buffer_ptrs, strict=True):
-                if rank == near.rank and address != own.data_ptr():
-                    raise RuntimeError(
-                        "torch's symmetric memory does not begin at its tensor's address"
-                    )
                 addresses[rank] = address
+            if addresses[near.rank] != own.data_ptr():
+                raise RuntimeError(
+                    "torch's symmetric memory does not begin at its tensor's address"
+                )
         return cls(own, addresses, sending_stream(own.device), (own, handle))
 
     def prepare(self, routes: Routes) -> None:
+        """Make the device tables of an exchange for ``send``, ``post`` and ``wait``; may run in another thread."""
         routes.tables = routes.tables or self._tables(routes)
         for peers in (routes.receivers, routes.senders):
             peers.tables = peers.tables or self._peer_tables(peers.ranks)
@@ -115,6 +118,7 @@ class DeviceMemory(SymmetricMemory):
 
     @contextmanager
     def sending(self) -> Iterator[None]:
+        """Return a context on the sending stream, which first waits for the current stream."""
         if self._stream is None:
             yield
             return
@@ -131,15 +135,24 @@ class DeviceMemory(SymmetricMemory):
         word: int,
         number: int,
     ) -> None:
+        """Write each route's packed rows to each receiver's memory, from byte ``begin`` + put offset, and then post.
+
+        ``word`` and ``number`` are arguments of ``post``.
+        """
         put.put_rows(messages, routes.tables, begins, self._addresses, self._failed)
         self.post(routes.receivers, word, number)
 
     def post(self, peers: Peers, word: int, number: int) -> None:
+        """Set one word in each peer's memory to ``number``, with release order, after all earlier writes."""
         signals.post(peers.tables[0], self._addresses, word, number, self._failed)
 
     def wait(
         self, peers: Peers, first_word: int, number: int, timeout_s: float
     ) -> list[int]:
+        """Wait until the words ``first_word`` + peer of this rank's memory are at least ``number``.
+
+        Returns the peers whose words did not arrive in time: none here, where the host does not wait, see ``overdue``.
+        """
         signals.wait(
             peers.tables[0],
             self._words,
@@ -152,18 +165,28 @@ class DeviceMemory(SymmetricMemory):
         return []
 
     def overdue(self) -> tuple[int, int] | None:
+        """Return word and value of the first wait on the device that took too long, without waiting for the device."""
         record = int(self._record) - 1
-        return (
-            None
-            if record < 0
-            else (record % (1 << signals.PEER_BITS), record >> signals.PEER_BITS)
-        )
+        if record < 0:
+            return None
+        return record % (1 << signals.PEER_BITS), record >> signals.PEER_BITS
 
 
 @functools.cache
 def sending_stream(device: torch.device) -> "torch.cuda.Stream":
     """Return the stream on which this process sends, with a high priority, as peers wait for it."""
     return torch.cuda.Stream(device, priority=-1)
+
+
+def _check_sockets(near: NearRanks) -> None:
+    """Raise RuntimeError unless this host's ranks have one /tmp, for sockets; torch would wait without a bound."""
+    status = os.stat("/tmp")
+    folders = gather((status.st_dev, status.st_ino), near.group)
+    if len(set(folders.values())) > 1:
+        raise RuntimeError(
+            "torch's symmetric memory opens sockets in /tmp, which is another folder on other ranks of the host; "
+            "let its containers share /tmp"
+        )
 
 
 @contextmanager

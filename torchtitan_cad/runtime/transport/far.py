@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
+from torchtitan_cad.runtime.packing import Message
 from torchtitan_cad.runtime.transport.base import Routes
-from torchtitan_cad.runtime.transport.memory import Message
 
 _TAGS = 1 << 20
 """Messages of a route after which tags repeat."""
@@ -51,30 +51,24 @@ def transfer_over(group: dist.ProcessGroup) -> Transfer:
     """Return the transfer over a process group, as one batch. Every rank of the group must use it in the same order."""
 
     def transfer(sent: Sequence[Part], received: Sequence[Part]) -> Works:
-        operations = []
-        for verb, parts in ((dist.irecv, received), (dist.isend, sent)):
-            operations += [
-                dist.P2POp(
-                    verb, part.rows, group=group, tag=part.tag, group_peer=part.peer
-                )
-                for part in parts
-            ]
+        operations = [_operation(dist.irecv, part, group) for part in received]
+        operations += [_operation(dist.isend, part, group) for part in sent]
         works = dist.batch_isend_irecv(operations) if operations else []
         if len(works) < len(operations):  # NCCL's one work is that of all parts
             sent = sent[:1]
             received = received[:1]
-            works = works * (len(sent) + len(received))
-        of_received = works[: len(received)]
-        of_sent = works[len(received) :]
-        return Works(_by_peer(sent, of_sent), _by_peer(received, of_received))
+            works *= len(sent) + len(received)
+        peers = [part.peer for part in (*received, *sent)]
+        by_peer = list(zip(peers, works, strict=True))
+        return Works(by_peer[len(received) :], by_peer[: len(received)])
 
     return transfer
 
 
-def _by_peer(
-    parts: Sequence[Part], works: Sequence[dist.Work]
-) -> list[tuple[int, dist.Work]]:
-    return list(zip([part.peer for part in parts], works, strict=True))
+def _operation(
+    verb: Callable[..., object], part: Part, group: dist.ProcessGroup
+) -> dist.P2POp:
+    return dist.P2POp(verb, part.rows, group=group, tag=part.tag, group_peer=part.peer)
 
 
 class FarRanks:
@@ -96,26 +90,25 @@ class FarRanks:
         transfer: Transfer,
         device: torch.device,
     ) -> None:
-        self._own = rank
-        self._near = list(near)
-        self._names = list(ranks)
-        self._transfer = transfer
-        self._device = device
-        self._far = [rank for rank in range(len(ranks)) if rank not in set(near)]
-        self._messages = 0
-        self._ends: list[torch.cuda.Event] = []
+        self.ranks = ranks
+        self.device = device
+        self.ends: list[torch.cuda.Event] = []
         """Of sends whose memory is free again: whoever packs next, on whichever stream, packs behind them."""
+        self._rank = rank
+        self._near = near
+        self._far = [peer for peer in range(len(ranks)) if peer not in near]
+        self._transfer = transfer
+        self._messages = 0
 
     def split(self, routes: Routes) -> Routes:
         """Make the near and the far part of ``routes``, once; returns the near one. May run in another thread."""
         if routes.near is None:
-            routes.far = Routes(
-                [route.among(self._far, self._device) for route in routes]
-            )
-            routes.near = Routes(
-                [route.among(self._near, self._device) for route in routes]
-            )
+            routes.far = self._part(routes, self._far)
+            routes.near = self._part(routes, self._near)
         return routes.near
+
+    def _part(self, routes: Routes, peers: Sequence[int]) -> Routes:
+        return Routes([route.among(peers, self.device) for route in routes])
 
     def start(
         self,
@@ -130,8 +123,8 @@ class FarRanks:
             arrivals: per route, where the rows of all senders arrive in this rank's memory, uint8 [rows, row_bytes].
         """
         assert routes.far is not None, "the exchange was not prepared"
-        while self._ends:
-            streams.wait_event(self._device, self._ends.pop())
+        while self.ends:
+            streams.wait_event(self.device, self.ends.pop())
         sent = list[Part]()
         received = list[Part]()
         packed = list[Tensor]()
@@ -144,14 +137,13 @@ class FarRanks:
                 sent += _parts(packed[-1], far.send_counts, tag)
             arriving = _parts(arrival, route.recv_counts, tag)
             received += [part for part in arriving if far.recv_counts[part.peer]]
-        own = f"core attention exchange '{phase}' of rank {self._names[self._own]}"
+        what = f"core attention exchange '{phase}' of rank {self.ranks[self._rank]}"
         try:
             works = self._transfer(sent, received)
         except RuntimeError as error:
-            peers = sorted({part.peer for part in (*sent, *received)})
-            names = ", ".join(f"rank {self._names[peer]}" for peer in peers)
-            raise PeerError(f"{own} with {names} failed: {error}") from error
-        return FarRows(works, packed, own, self._names, self._device, self._ends)
+            peers = sorted({self.ranks[part.peer] for part in (*sent, *received)})
+            raise PeerError(f"{what} with ranks {peers} failed: {error}") from error
+        return FarRows(works, packed, what, self)
 
 
 def _parts(rows: Tensor, counts: Sequence[int], tag: int) -> list[Part]:
@@ -172,17 +164,13 @@ class FarRows:
         works: what completes them.
         packed: what is being sent.
         what: name of the exchange.
-        names: global ranks of the group.
-        device: device of the rows.
-        ends: gets an event behind which what was packed may be overwritten.
+        between: whose rows they are.
     """
 
     works: Works
     packed: list[Tensor]
     what: str
-    names: Sequence[int]
-    device: torch.device
-    ends: list[torch.cuda.Event]
+    between: FarRanks
 
     def wait_received(self, timeout_s: float) -> None:
         """Wait, on the current stream, for the rows of far senders.
@@ -198,8 +186,9 @@ class FarRows:
         What was packed returns to the memory of the sending stream, from which exchanges of other streams pack, too.
         """
         self._wait(self.works.sends, "has not received its rows", timeout_s)
-        if (end := streams.record_event(self.device)) is not None:
-            self.ends.append(end)
+        end = streams.record_event(self.between.device)
+        if end is not None:
+            self.between.ends.append(end)
         self.packed.clear()
 
     def _wait(
@@ -207,11 +196,12 @@ class FarRows:
     ) -> None:
         for peer, work in works:
             try:
-                if self.device.type == "cpu":
+                if self.between.device.type == "cpu":
                     work.wait(timedelta(seconds=timeout_s))
                 else:  # a stream waits; with a timeout the host would
                     work.wait()
             except RuntimeError as error:
+                rank = self.between.ranks[peer]
                 raise PeerError(
-                    f"{self.what} failed: rank {self.names[peer]} {failure}: {error}"
+                    f"{self.what} failed: rank {rank} {failure}: {error}"
                 ) from error

@@ -16,13 +16,19 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
-from torchtitan_cad.runtime.transport.base import Peers, Route, Routes, rows_to_device
+from torchtitan_cad.runtime.packing import Message
+from torchtitan_cad.runtime.transport.base import (
+    WORD_BYTES,
+    Peers,
+    Route,
+    Routes,
+    rows_to_device,
+)
 from torchtitan_cad.runtime.transport.cuda_memory import (
     DeviceMemory,
     bounded_waits,
     sending_stream,
 )
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, Message
 from torchtitan_cad.runtime.triton import put, signals
 from torchtitan_cad.runtime.triton.nvshmem_library import reserve_heap
 

@@ -19,6 +19,7 @@ send and receive (transport/far.py), into the same buffers.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,9 +28,17 @@ from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL, aligned
 from torchtitan_cad.runtime import streams
 from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Route, Routes
+from torchtitan_cad.runtime.transport.base import (
+    WORD_BYTES,
+    Peers,
+    Pending,
+    Route,
+    Routes,
+)
 from torchtitan_cad.runtime.transport.far import FarRanks
-from torchtitan_cad.runtime.transport.memory import WORD_BYTES, SymmetricMemory
+
+if TYPE_CHECKING:  # it needs triton
+    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
 
 class SymmetricTransport:
@@ -51,7 +60,7 @@ class SymmetricTransport:
         self,
         ranks: Sequence[int],
         rank: int,
-        allocate: Callable[[int], SymmetricMemory],
+        allocate: "Callable[[int], DeviceMemory]",
         timeout_s: Callable[[], float],
         buffer_bytes: int,
         *,
@@ -79,28 +88,19 @@ class SymmetricTransport:
     def prepare(self, exchanges: Sequence[Routes]) -> None:
         self._raise_overdue()
         for routes in exchanges:
-            self._memory.prepare(self._near(routes))
+            self._near(routes)
 
     def _near(self, routes: Routes) -> Routes:
-        """Return the part of routes that goes over shared memory."""
-        return routes if self._far is None else self._far.split(routes)
+        """Return the part of routes that goes over shared memory, with its tables."""
+        near = routes if self._far is None else self._far.split(routes)
+        self._memory.prepare(near)
+        return near
 
     def begin(self) -> int:
         self._raise_overdue()
         call = self._calls
         self._calls += 1
-        first = call % self._num_slots * BUFFERS_PER_CALL
-        buffers = range(first, first + BUFFERS_PER_CALL)
-        self._require_free(buffers, "another core attention")
         return call
-
-    def _require_free(self, buffers: Sequence[int], user: str) -> None:
-        for buffer in buffers:
-            if (phase := self._users[buffer]) is not None:
-                raise RuntimeError(
-                    f"{user} would use the buffer of exchange '{phase}', which is in flight: finish that first; "
-                    f"{self._num_slots} core attentions at most, with {BUFFERS_PER_CALL} buffers each, are in flight"
-                )
 
     def start(
         self,
@@ -108,13 +108,12 @@ class SymmetricTransport:
         routes: Routes,
         phase: str,
         call: int,
-    ) -> "SymmetricPending":
+    ) -> Pending:
         self._raise_overdue()
         packed = [(tensors, RowFormat.of(tensors)) for tensors in messages]
         row_bytes = [row_format.row_bytes for _, row_format in packed]
         memory = self._memory
         near = self._near(routes)
-        memory.prepare(near)
         slot = call % self._num_slots
         buffers, begins = self._place(slot, routes, row_bytes, phase)
         arrivals = list(map(self._rows, begins, routes, row_bytes))
@@ -122,12 +121,10 @@ class SymmetricTransport:
         ready = self._ready(slot)
         arrived = slot * len(self._ranks)
         memory.post(near.senders, ready + self._rank, number)
+        far = None
         with memory.sending():
-            far = (
-                None
-                if self._far is None
-                else self._far.start(packed, routes, arrivals, phase)
-            )
+            if self._far is not None:
+                far = self._far.start(packed, routes, arrivals, phase)
             self._await(near.receivers, ready, number, phase)
             memory.send(packed, near, begins, arrived + self._rank, number)
             sent = streams.record_event(memory.own.device)
@@ -144,7 +141,7 @@ class SymmetricTransport:
             if far is not None:
                 far.wait_sent(self.timeout_s())
 
-        return SymmetricPending(phase, receive, release, (routes, packed))
+        return _SymmetricPending(receive, release, (routes, packed))
 
     def _rows(self, begin: int, route: Route, row_bytes: int) -> Tensor:
         """Return uint8 [num_received, row_bytes] of this rank's memory from byte ``begin``."""
@@ -182,8 +179,14 @@ class SymmetricTransport:
 
     def _occupy(self, slot: int, buffers: Sequence[int], phase: str) -> int:
         """Count one more exchange of a slot, and return its number; the current stream waits for the buffers."""
-        self._require_free(buffers, f"exchange '{phase}'")
         for buffer in buffers:
+            user = self._users[buffer]
+            if user is not None:
+                raise RuntimeError(
+                    f"exchange '{phase}' would use the buffer of exchange '{user}', which is in flight: finish that "
+                    f"first; {self._num_slots} core attentions at most, with {BUFFERS_PER_CALL} buffers each, are in "
+                    "flight"
+                )
             self._users[buffer] = phase
             streams.wait_event(self._memory.own.device, self._freed[buffer])
         self._numbers[slot] += 1
@@ -230,8 +233,8 @@ class SymmetricTransport:
         raise PeerError(self._describe([peer], word, phase, self.timeout_s()))
 
 
-class SymmetricPending:
-    """A ``Pending`` whose rows are in the rank's symmetric buffers.
+class _SymmetricPending(Pending):
+    """Rows in the rank's symmetric buffers.
 
     Owns what the sending stream still reads, the tensors and the routes' tables, until ``release`` has made the current
     stream wait for that. What is freed then can be used again at once, in the order of that stream; ``record_stream``
@@ -240,31 +243,17 @@ class SymmetricPending:
 
     def __init__(
         self,
-        phase: str,
         receive: Callable[[], list[Tensor]],
         release: Callable[[], None],
         sent: object,
     ) -> None:
-        self._phase = phase
         self._receive = receive
         self._release = release
         self._sent = sent
-        self._state = "started"
 
     def wait(self) -> list[Tensor]:
-        self._expect("started", "waited for")
-        received = self._receive()
-        self._state = "waited for"  # set after the wait, so that buffers of rows that never arrive are not freed
-        return received
+        return self._receive()
 
     def release(self) -> None:
-        self._expect("waited for", "released")
-        self._state = "released"
         self._release()
         self._sent = None
-
-    def _expect(self, state: str, action: str) -> None:
-        if self._state != state:
-            raise RuntimeError(
-                f"exchange '{self._phase}' is {self._state}: it cannot be {action} in this state"
-            )

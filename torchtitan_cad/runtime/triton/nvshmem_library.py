@@ -10,7 +10,6 @@ wrappers have other numbers.
 import importlib
 import os
 import re
-import resource
 from pathlib import Path
 
 SIGNAL_SET = 9
@@ -58,25 +57,6 @@ def _folders() -> list[Path]:
         return [*map(Path, system)]
     wheels = [Path(folder) / "lib" for folder in package.__path__]
     return [*wheels, *map(Path, system)]
-
-
-def lacks_between_hosts(system: Path = Path("/sys")) -> list[str]:
-    """Return what this machine lacks of what NVSHMEM usually needs to reach other hosts; without it it may not start.
-
-    Args:
-        system: folder with what the kernel tells of devices and modules.
-    """
-    lacks = list[str]()
-    devices = system / "class/infiniband"
-    if not (devices.is_dir() and any(devices.iterdir())):
-        lacks.append(f"InfiniBand or RoCE devices in {devices}")
-    if not (system / "module/nvidia_peermem").is_dir():
-        lacks.append(
-            "the kernel module nvidia_peermem, unless its devices register memory by dmabuf"
-        )
-    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
-        lacks.append("unlimited locked memory (`ulimit -l unlimited`)")
-    return lacks
 
 
 def reserve_heap(num_bytes: int) -> None:

@@ -47,7 +47,6 @@ from torchtitan_cad.planning.jit import is_plain_python
 from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.runtime.kernels.select import choose_kernel, slower_than_possible
 from torchtitan_cad.runtime.transport.build import expected_transport
-from torchtitan_cad.runtime.triton.nvshmem_library import lacks_between_hosts
 from torchtitan_cad.tools.doctor.sample import first_batch
 from torchtitan_cad.tools.simulated_job import build_on_meta, model_args
 
@@ -303,7 +302,7 @@ def _check_kernel(job: Job) -> Answer:
     debug = job.config.debug
     with _deterministic_as(debug):
         kernel, reason = choose_kernel(name, job.device, shape)
-        kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
+        kernel.check(dtype, shape)
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim} a rank"
     text = f"{kernel} (cad.kernel = {name!r}: {reason}), {dtype}, {heads}"
     remark = slower_than_possible(kernel, job.device)
@@ -334,11 +333,7 @@ def _check_transport(job: Job) -> Answer:
     if chosen == "collective":
         return text
     buffers = f"{BUFFERS_PER_CALL * cad.nano_batches} receive buffers of {_size(cad.buffer_bytes)}"
-    text = f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
-    lacks = lacks_between_hosts() if chosen == "nvshmem" else []
-    if lacks:
-        return "note", f"{text}; this machine lacks {', '.join(lacks)}"
-    return text
+    return f"expected: {text}; a rank has {buffers} (cad.receive_buffer_gb)"
 
 
 def _check_environment(job: Job) -> Answer:
