@@ -179,7 +179,7 @@ class CadSession:
             group=self._train_group,
         )
         for shape in (kind.shape for kind in self.job.kinds):
-            kernel.check(self.job.dtype, shape.head_dim, shape.out_dim, shape.window)
+            kernel.check(self.job.dtype, shape)
         return kernel
 
     def _open_to_servers(self) -> ServerPool | None:
@@ -285,7 +285,7 @@ class CadSession:
             from torchtitan_cad.runtime.triton.warm_up import warm_up
 
             for shape in dict.fromkeys(kind.shape for kind in self.job.kinds):
-                warm_up(shape, self.job.dtype, self.device, self.rank)
+                warm_up(shape, self.job.dtype, self.device)
         transport = build_transport(
             self.cad.transport,
             group,

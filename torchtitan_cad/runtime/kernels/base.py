@@ -17,8 +17,6 @@ from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.transport.base import rows_to_device
 
-_INT32_MAX = np.iinfo(np.int32).max
-
 
 @dataclass(frozen=True, eq=False)
 class VarlenArgs:
@@ -67,35 +65,29 @@ class VarlenArgs:
                 queries and keys, and 0 without a mask.
 
         Raises:
-            ValueError: invalid offsets, a wrong number of positions, or a window in a call without a mask.
+            ValueError: these are no offsets of the same tasks.
         """
-        if window is not None and (window < 1 or not causal):
+        cu_q = np.array(cu_q, np.int64)
+        cu_k = np.array(cu_k, np.int64)
+        if cu_q.shape != cu_k.shape or not (_are_offsets(cu_q) and _are_offsets(cu_k)):
             raise ValueError(
-                f"window = {window}, causal = {causal}: set a window of at least 1 key, and causal = True"
-            )
-        cu_q = _offsets("cu_q", cu_q)
-        cu_k = _offsets("cu_k", cu_k)
-        if len(cu_q) != len(cu_k):
-            raise ValueError(
-                f"cu_q has {len(cu_q) - 1} tasks and cu_k {len(cu_k) - 1}: give offsets of the same tasks"
+                "cu_q and cu_k must hold the offsets of the same tasks: from 0, non-decreasing, one more than tasks"
             )
         len_q = np.diff(cu_q)
         len_k = np.diff(cu_k)
         if q_start is None:
             q_start = np.maximum(len_k - len_q, 0) if causal else np.zeros_like(len_q)
-        q_start = np.asarray(q_start, np.int64)
-        if q_start.shape != len_q.shape:
-            raise ValueError(
-                f"q_start has shape {q_start.shape}: give one entry for each of the {len(len_q)} tasks"
-            )
-        device_q, device_k = (
-            rows_to_device(offsets, torch.device(device), np.int32)
-            for offsets in (cu_q, cu_k)
-        )
-        max_q = int(len_q.max(initial=0))
-        max_k = int(len_k.max(initial=0))
         return cls(
-            device_q, device_k, max_q, max_k, causal, scale, cu_q, cu_k, q_start, window
+            rows_to_device(cu_q, torch.device(device), np.int32),
+            rows_to_device(cu_k, torch.device(device), np.int32),
+            max_q=int(len_q.max(initial=0)),
+            max_k=int(len_k.max(initial=0)),
+            causal=causal,
+            scale=scale,
+            cu_q_host=cu_q,
+            cu_k_host=cu_k,
+            q_start=np.asarray(q_start, np.int64),
+            window=window,
         )
 
 
@@ -156,24 +148,8 @@ class AttentionKernel(Protocol):
     def __str__(self) -> str:
         return self.name
 
-    def check(
-        self,
-        dtype: torch.dtype,
-        head_dim: int,
-        value_dim: int | None = None,
-        window: int | None = None,
-    ) -> None:
-        """Raise a ValueError with the remedy if the kernel does not take this dtype, these head dims or windows.
-
-        Args:
-            head_dim: elements of a head of queries and keys.
-            value_dim: elements of a head of values, by default as many.
-            window: as in ``VarlenArgs``.
-        """
-        return None
-
-    def common_dim(self, head_dim: int, value_dim: int) -> int | None:
-        """Return the elements that all heads are padded to; None if the kernel takes them as they are."""
+    def check(self, dtype: torch.dtype, shape: AttentionShape) -> None:
+        """Raise a ValueError with the remedy if the kernel does not take rows of this dtype, such heads or windows."""
         return None
 
     def forward(
@@ -244,19 +220,5 @@ def subtract_lse_gradient(
     return dout, delta - dlse
 
 
-def _offsets(name: str, values: np.ndarray | Sequence[int]) -> np.ndarray:
-    offsets = np.array(values, dtype=np.int64)
-    if (
-        offsets.ndim != 1
-        or len(offsets) == 0
-        or offsets[0] != 0
-        or np.any(np.diff(offsets) < 0)
-    ):
-        raise ValueError(
-            f"{name} must hold the tasks' offsets: from 0, non-decreasing, one more than tasks"
-        )
-    if offsets[-1] > _INT32_MAX:
-        raise ValueError(
-            f"{name} ends at {offsets[-1]} rows; kernels take 32-bit offsets (at most {_INT32_MAX})"
-        )
-    return offsets
+def _are_offsets(values: np.ndarray) -> bool:
+    return len(values) > 0 and values[0] == 0 and bool((np.diff(values) >= 0).all())

@@ -152,12 +152,7 @@ class CpuKernel(AttentionKernel):
             of_scores = shift.to(qh.dtype).t().unsqueeze(-1)
             of_dprobs = -delta.to(qh.dtype).t().unsqueeze(-1)
             grads = [torch.zeros_like(x) for x in (qh, kh, vh)]
-            rows = (
-                dout,
-                qh,
-                of_scores,
-                of_dprobs,
-            )
+            rows = (dout, qh, of_scores, of_dprobs)
             for tile in iter_tiles(call):
                 _add_tile(grads, rows, kh, vh, tile, call.scale)
             dq, dk, dv = map(_rows_first, grads, (q, k, v))
@@ -187,25 +182,25 @@ def _tile_forward(
 ) -> tuple[Tensor, Tensor]:
     """out [rows, Hq, D] and lse [rows, Hq] of one tile; q, k, v heads first."""
     queries = q[:, tile.q_lo : tile.q_hi]
+
+    def attend(
+        lo: int, hi: int, causal: bool = False, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return _fused_attention(
+            queries, k[:, lo:hi], v[:, lo:hi], causal, scale=scale, mask=mask
+        )
+
     if tile.window is not None:
-        seen = slice(tile.k_lo, tile.k_hi)
-        keys = k[:, seen]
-        values = v[:, seen]
-        num_rows = tile.q_hi - tile.q_lo
         num_before = tile.k_mid - tile.k_lo
-        mask = _window_mask(num_rows, num_before, tile.window, q.dtype)
-        return _fused_attention(queries, keys, values, False, scale, mask)
-    unmasked = tile.k_lo, tile.k_mid, False
-    triangle = tile.k_mid, tile.k_hi, True
-    partials = [
-        _fused_attention(queries, k[:, lo:hi], v[:, lo:hi], causal, scale)
-        for lo, hi, causal in (unmasked, triangle)
-        if lo < hi
-    ]
-    if len(partials) == 1:
-        return partials[0]
-    first, second = partials
-    return combine(*first, *second)
+        mask = _window_mask(queries.shape[1], num_before, tile.window, q.dtype)
+        return attend(tile.k_lo, tile.k_hi, mask=mask)
+    if tile.k_lo == tile.k_mid:
+        return attend(tile.k_mid, tile.k_hi, causal=True)
+    unmasked = attend(tile.k_lo, tile.k_mid)
+    if tile.k_mid == tile.k_hi:
+        return unmasked
+    triangle = attend(tile.k_mid, tile.k_hi, causal=True)
+    return combine(*unmasked, *triangle)
 
 
 def _fused_attention(
@@ -229,13 +224,10 @@ def _fused_attention(
         if causal:
             k = F.pad(k, below)
             v = F.pad(v, below)
-    batch = (x.unsqueeze(0) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *batch, 0.0, causal, attn_mask=mask, scale=scale
+        q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale
     )
-    out = out[0, :, :rows]
-    lse = lse[0, :, :rows]
-    return out.transpose(0, 1), lse.transpose(0, 1)
+    return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
 
 
 def _add_tile(
@@ -269,12 +261,9 @@ def _add_tile(
         dprobs = torch.baddbmm(neg_delta, dout, v_t)
         dscores = dprobs.mul_(probs)
         dq.baddbmm_(dscores, k, alpha=scale)
-        dk_part = torch.bmm(dscores.transpose(1, 2), q)
-        dv_part = torch.bmm(probs.transpose(1, 2), dout)
-        dk[:, lo:hi].add_(dk_part, alpha=scale)
-        dv[:, lo:hi].add_(dv_part)
-    of_tile = dq.view(-1, num_rows, dq.shape[2])
-    all_dq[:, tile.q_lo : tile.q_hi] = of_tile
+        dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)
+        dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
+    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, num_rows, dq.shape[2])
 
 
 def _probabilities(scores: Tensor, tile: Tile, lo: int) -> Tensor:

@@ -5,15 +5,18 @@ It calls the operators behind that function. Before 2.15, torch's cuDNN attentio
 log-sum-exp in another layout and built its graph in every call.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _SDPBackend
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.fused import BackwardInputs, FusedKernel
 
-_BACKEND = {"backend": int(_SDPBackend.CUDNN_ATTENTION.value)}
+_BACKEND = int(_SDPBackend.CUDNN_ATTENTION.value)
 _MIN_BOUND = 256
 """rows: smallest bound on the length of tasks that is passed to cuDNN, which has different code for a single row, and
 before 9.24 no code that torch trusts for 128 rows or less."""
@@ -48,15 +51,9 @@ class CudnnKernel(FusedKernel):
                 f"{torch.backends.cudnn.version()} and {major}.{minor}"
             )
 
-    def check(
-        self,
-        dtype: torch.dtype,
-        head_dim: int,
-        value_dim: int | None = None,
-        window: int | None = None,
-    ) -> None:
+    def check(self, dtype: torch.dtype, shape: AttentionShape) -> None:
         """Raise a ValueError unless ``FusedKernel.check`` is content, and sums need not be deterministic."""
-        super().check(dtype, head_dim, value_dim, window)
+        super().check(dtype, shape)
         if torch.are_deterministic_algorithms_enabled():
             raise ValueError(
                 "cad.kernel = 'cudnn' sums gradients in any order, but debug.deterministic is true; "
@@ -67,13 +64,8 @@ class CudnnKernel(FusedKernel):
         self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor]:
         """Run the forward operator."""
-        options = {
-            "scale": call.scale,
-            "window_size": _window(call),
-            "enable_gqa": True,
-        }
         out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            q, k, v, *_shared(call), **options, **_BACKEND
+            q, k, v, *_shared(call), **_options(call), enable_gqa=True
         )
         return out, lse
 
@@ -81,9 +73,8 @@ class CudnnKernel(FusedKernel):
         self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward operator. It does not read its argument for random numbers, so an offset is passed."""
-        options = {"scale": call.scale, "window_size": _window(call)}
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
-            *inputs, *_shared(call), call.cu_q, **options, **_BACKEND
+            *inputs, *_shared(call), call.cu_q, **_options(call)
         )
         return dq, dk, dv
 
@@ -109,5 +100,6 @@ def _shared(call: VarlenArgs) -> tuple[Tensor, Tensor, int, int, bool]:
     )
 
 
-def _window(call: VarlenArgs) -> list[int]:
-    return [-1, 0 if call.causal else -1]
+def _options(call: VarlenArgs) -> dict[str, Any]:
+    window = [-1, 0 if call.causal else -1]
+    return {"scale": call.scale, "window_size": window, "backend": _BACKEND}

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention on CUDA with the flash-attn packages: FlashAttention-2, 3 and 4, whichever is installed.
+"""Attention on CUDA with the packages of FlashAttention-3 and 4, whichever is installed; torch has FlashAttention-2.
 
 It calls the functions behind the packages' autograd, which take the softmax statistics of a merged row. No other module
 of the runtime imports these packages.
 """
 
 import importlib
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torchtitan_cad.runtime.kernels.fused import BackwardInputs, FusedKernel
 
 _MIN_BOUND = 512
 """rows: smallest bound on the length of tasks that is passed to the library. FlashAttention-4 compiles other variants
-for a single tile, and FlashAttention-2 and 3 have another layout or other code for a single row."""
+for a single tile, and FlashAttention-3 has other code for a single row."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,13 @@ class Library:
     """One generation of FlashAttention, and the keyword arguments of its functions.
 
     Attributes:
-        generation: 2, 3 or 4.
+        generation: 3 or 4.
         module: the module of its functions.
         capabilities: major compute capabilities that it supports.
         forward, backward: names of the functions. The forward returns out [Tq, Hq, D], lse [Hq, Tq] and more.
-        forward_options, backward_options: constant arguments.
+        forward_options: constant arguments.
         lse, causal: the backward's names of these arguments.
         makes_gradients: True if the backward returns dq, dk and dv; otherwise it fills given tensors.
-        empty_lse: log-sum-exp of a row without keys.
         unequal: as ``FusedKernel.unequal``.
     """
 
@@ -44,25 +41,15 @@ class Library:
     forward: str
     backward: str
     forward_options: dict[str, Any]
-    backward_options: dict[str, Any] = field(default_factory=dict)
     lse: str = "softmax_lse"
     causal: str = "causal"
     makes_gradients: bool = False
-    empty_lse: float = -torch.inf
     unequal: tuple[range, range] = range(0), range(0)
 
     def __str__(self) -> str:
         return f"FlashAttention-{self.generation} ({self.module})"
 
 
-_PLAIN = {
-    "dropout_p": 0.0,
-    "window_size_left": -1,
-    "window_size_right": -1,
-    "softcap": 0.0,
-    "alibi_slopes": None,
-}
-"""arguments without defaults in FlashAttention-2"""
 _UNPACKED = {"pack_gqa": False}
 """option: a tile never holds several query heads, so that tiles do not depend on lengths."""
 LIBRARIES = (
@@ -87,16 +74,6 @@ LIBRARIES = (
         causal="is_causal",
         unequal=(range(136, 193, 8), range(104, 129, 8)),
     ),
-    Library(
-        generation=2,
-        module="flash_attn.flash_attn_interface",
-        capabilities=(8, 9, 10, 11, 12),
-        forward="_flash_attn_varlen_forward",
-        backward="_flash_attn_varlen_backward",
-        forward_options={**_PLAIN, "return_softmax": False},
-        backward_options=_PLAIN,
-        empty_lse=torch.inf,
-    ),
 )
 """libraries that are looked for, the newest first"""
 
@@ -105,14 +82,14 @@ class FlashAttnKernel(FusedKernel):
     """A FlashAttention package on packed rows. Tasks may have no keys.
 
     Raises:
-        ValueError: the package is not installed, of another version, or not made for the device.
+        ValueError: the package is not installed, or not made for the device.
     """
 
     name = "flash_attn"
+    empty_lse = -torch.inf
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self.library = library
-        self.empty_lse = library.empty_lse
         self.unequal = library.unequal
         major, minor = torch.cuda.get_device_capability(device)
         if major not in library.capabilities:
@@ -125,65 +102,42 @@ class FlashAttnKernel(FusedKernel):
         elif library.generation == 4:
             self.max_head_dim = 128
         try:
-            self._load()
-        except (ImportError, AttributeError, TypeError, OSError, RuntimeError) as error:
+            module = importlib.import_module(library.module)
+            self._forward = getattr(module, library.forward)
+            self._backward = getattr(module, library.backward)
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
             raise ValueError(f"{library} cannot be used: {error}") from error
 
     def __str__(self) -> str:
         return f"flash_attn, {self.library}"
 
-    def _load(self) -> None:
-        """Import the package's functions, and check that they take the arguments of this module."""
-        module = importlib.import_module(self.library.module)
-        self._forward = getattr(module, self.library.forward)
-        self._backward = getattr(module, self.library.backward)
-        nothing = VarlenArgs.from_numpy([0], [0], causal=True, scale=1.0)
-        forward_arguments = self._forward_arguments([None] * 3, nothing)
-        backward_arguments = self._backward_arguments([None] * 9, nothing)
-        _signature(self._forward).bind(**forward_arguments)
-        _signature(self._backward).bind(**backward_arguments)
-
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor]:
         """Run the package's forward."""
-        out, lse, *_ = self._forward(**self._forward_arguments((q, k, v), call))
+        options = {**self.library.forward_options, **_call_arguments(call)}
+        out, lse, *_ = self._forward(q=q, k=k, v=v, causal=call.causal, **options)
         return out, lse
 
     def run_backward(
         self, inputs: BackwardInputs, call: VarlenArgs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the package's backward."""
-        if self.library.makes_gradients:
-            return self._backward(**self._backward_arguments(inputs, call))
-        gradients = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
-        self._backward(**self._backward_arguments((*inputs, *gradients), call))
-        dq, dk, dv = gradients
-        return dq, dk, dv
-
-    def _forward_arguments(
-        self, tensors: Sequence[Tensor | None], call: VarlenArgs
-    ) -> dict[str, Any]:
-        """Return the arguments of the forward for q, k and v."""
-        named = dict(zip("qkv", tensors, strict=True))
-        options = self.library.forward_options
-        return {**named, **options, **_call_arguments(call), "causal": call.causal}
-
-    def _backward_arguments(
-        self, tensors: Sequence[Tensor | None], call: VarlenArgs
-    ) -> dict[str, Any]:
-        """Return the arguments of the backward for dout, q, k, v, out, lse [Hq, Tq] and gradients to fill."""
         library = self.library
-        names = ["dout", "q", "k", "v", "out", library.lse]
-        if not library.makes_gradients:
-            names += ["dq", "dk", "dv"]
-        named = dict(zip(names, tensors, strict=False))
-        options = {
-            **library.backward_options,
+        arguments = {
+            **inputs._asdict(),
+            **_call_arguments(call),
             library.causal: call.causal,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        return {**named, **options, **_call_arguments(call)}
+        arguments[library.lse] = arguments.pop("lse")
+        if library.makes_gradients:
+            return self._backward(**arguments)
+        dq = torch.empty_like(inputs.q)
+        dk = torch.empty_like(inputs.k)
+        dv = torch.empty_like(inputs.v)
+        self._backward(**arguments, dq=dq, dk=dk, dv=dv)
+        return dq, dk, dv
 
 
 def _call_arguments(call: VarlenArgs) -> dict[str, Any]:
@@ -200,8 +154,3 @@ def _call_arguments(call: VarlenArgs) -> dict[str, Any]:
         arguments["window_size_left"] = call.window - 1
         arguments["window_size_right"] = 0
     return arguments
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function, also of one inside a torch.library.custom_op."""
-    return inspect.signature(getattr(function, "_init_fn", function))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, Merged, VarlenArgs
 
 
@@ -56,56 +57,47 @@ class FusedKernel(AttentionKernel, Protocol):
         """Return dq, dk and dv of a call that has rows."""
         ...
 
-    def common_dim(self, head_dim: int, value_dim: int) -> int | None:
-        """Return the larger head dim, unless they are equal or the library takes them."""
+    def padded_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the head dims of keys and of values that the library gets: equal ones, unless it takes others."""
         keys, values = self.unequal
-        takes = head_dim == value_dim or (head_dim in keys and value_dim in values)
-        return None if takes else max(head_dim, value_dim)
+        if head_dim in keys and value_dim in values:
+            return head_dim, value_dim
+        largest = max(head_dim, value_dim)
+        return largest, largest
 
-    def check(
-        self,
-        dtype: torch.dtype,
-        head_dim: int,
-        value_dim: int | None = None,
-        window: int | None = None,
-    ) -> None:
-        """Raise a ValueError unless the library takes this dtype, these head dims and windows on this device."""
+    def check(self, dtype: torch.dtype, shape: AttentionShape) -> None:
+        """Raise a ValueError unless the library takes this dtype, such heads and windows on this device."""
         title = f"cad.kernel = {self.name!r} ({self.library})"
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"{title} takes bf16 or fp16 queries, got {dtype}; set training.mixed_precision_param = 'bfloat16', "
                 "and training.dtype, too, where TP or a pipeline trains without FSDP"
             )
-        if window is not None and self.squares_only:
+        if shape.window is not None and self.squares_only:
             raise ValueError(
-                f"{title} takes no windows, but layers of this model attend to {window} keys; set cad.kernel = 'auto'"
+                f"{title} takes no windows, but layers of this model attend to {shape.window} keys; set cad.kernel = "
+                "'auto'"
             )
-        value_dim = head_dim if value_dim is None else value_dim
-        if head_dim != value_dim and self.common_dim(head_dim, value_dim) is None:
-            return
-        largest = max(head_dim, value_dim)
-        if largest % 8 or not self.min_head_dim <= largest <= self.max_head_dim:
+        dim, value_dim = self.padded_dims(shape.head_dim, shape.out_dim)
+        is_allowed = dim % 8 == 0 and self.min_head_dim <= dim <= self.max_head_dim
+        if dim == value_dim and not is_allowed:
             raise ValueError(
                 f"{title} takes head dims that are multiples of 8, at least {self.min_head_dim} and at most "
-                f"{self.max_head_dim} on this device, got {largest}; {self.remedy}"
+                f"{self.max_head_dim} on this device, got {dim}; {self.remedy}"
             )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
     ) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq].
-
-        Raises:
-            ValueError: a dtype or head dim that the library does not take.
-        """
-        dim = q.shape[2]
+        """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] fp32, a view of [Hq, Tq]."""
         value_dim = v.shape[2]
-        self.check(q.dtype, dim, value_dim, call.window)
         if call.max_q == 0 or call.max_k == 0:
             out = q.new_zeros(*q.shape[:2], value_dim)
             return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        common = self.common_dim(dim, value_dim)
-        q, k, v = (_padded(x, common) for x in (q, k, v))
+        key_size, value_size = self.padded_dims(q.shape[2], value_dim)
+        q = _padded(q, key_size)
+        k = _padded(k, key_size)
+        v = _padded(v, value_size)
         out, lse = self.run(q, k, v, call)
         return _narrowed(out, value_dim), lse.t()
 
@@ -118,19 +110,17 @@ class FusedKernel(AttentionKernel, Protocol):
         merged: Merged,
         call: VarlenArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the shapes of q, k and v, in q's dtype.
-
-        Raises:
-            ValueError: a dtype or head dim that the library does not take.
-        """
-        dims = q.shape[2], k.shape[2], v.shape[2]
-        dim, _, value_dim = dims
-        self.check(q.dtype, dim, value_dim, call.window)
+        """Return dq, dk and dv in the shapes of q, k and v, in q's dtype."""
         if call.max_q == 0 or call.max_k == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        common = self.common_dim(dim, value_dim)
+        dim = q.shape[2]
+        value_dim = v.shape[2]
+        key_size, value_size = self.padded_dims(dim, value_dim)
+        q = _padded(q, key_size)
+        k = _padded(k, key_size)
+        v = _padded(v, value_size)
+        dout = _padded(dout.contiguous(), value_size)
         lse, delta, out = merged
-        q, k, v, dout = (_padded(x, common) for x in (q, k, v, dout.contiguous()))
         if out is None:
             assert delta is not None, "backward needs delta or out"
             from torchtitan_cad.runtime.triton.delta import prepare_statistics
@@ -139,17 +129,16 @@ class FusedKernel(AttentionKernel, Protocol):
                 dout, lse.contiguous(), delta.contiguous(), empty_lse=self.empty_lse
             )
         else:
-            out = _padded(out, common)
+            out = _padded(out, value_size)
             lse = lse.t().contiguous()
         inputs = BackwardInputs(dout, q, k, v, out, lse)
-        gradients = self.run_backward(inputs, call)
-        dq, dk, dv = (_narrowed(x, dim) for x, dim in zip(gradients, dims, strict=True))
-        return dq, dk, dv
+        dq, dk, dv = self.run_backward(inputs, call)
+        return _narrowed(dq, dim), _narrowed(dk, dim), _narrowed(dv, value_dim)
 
 
-def _padded(x: Tensor, dim: int | None) -> Tensor:
+def _padded(x: Tensor, dim: int) -> Tensor:
     """Return [T, H, D] with zeros behind every head up to ``dim`` elements."""
-    return x if dim is None or dim == x.shape[2] else F.pad(x, (0, dim - x.shape[2]))
+    return x if dim == x.shape[2] else F.pad(x, (0, dim - x.shape[2]))
 
 
 def _narrowed(x: Tensor, dim: int) -> Tensor:

@@ -139,7 +139,7 @@ class AttentionServer:
         kernel = get_kernel("auto", self.device, shape)
         if kernel.squares_only:  # tails of causal tasks have more keys than queries
             kernel = get_kernel("varlen", self.device, shape)
-        kernel.check(dtype, shape.head_dim, shape.out_dim, shape.window)
+        kernel.check(dtype, shape)
         cost = TileAreaCost(card.cost_tile)
         seconds = attention_seconds(kernel, shape, dtype, self.device, cost)
         place = f"{socket.gethostname()}, pid {os.getpid()}"
