@@ -63,7 +63,7 @@ def merge_rows(
     partials = Partials.of(outs, out)
     count = len(partials.places[0])
     head_strides = [part.stride(1) * part.element_size() for part in lses]
-    addresses = addresses_of(lses, [lse] * len(lses))
+    addresses = addresses_of(lses)
     lse_places = tuple(
         padded(numbers, count)
         for numbers in (addresses, strides_of(lses), head_strides)

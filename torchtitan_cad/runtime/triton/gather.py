@@ -44,8 +44,8 @@ class GatheredRows:
     def __init__(self, local: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self._local = [with_dense_rows(x) for x in local]
         self._received = received
-        local_addresses = addresses_of(self._local, received)
-        received_addresses = addresses_of(received, self._local)
+        local_addresses = addresses_of(self._local)
+        received_addresses = addresses_of(received)
         self._addresses = (
             padded(local_addresses, MOST_TENSORS),
             padded(received_addresses, MOST_TENSORS),

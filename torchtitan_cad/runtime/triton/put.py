@@ -173,22 +173,22 @@ def _cut(
     alignment: int,
 ) -> _Cut:
     """Cut what is the same in every layer, given the ``alignment`` of the tensors."""
-    first_blocks = accumulate(counts, initial=0)
+    blocks_before = accumulate(counts, initial=0)
     parts = []
-    for route in zip(formats, begins, counts, first_blocks, strict=False):
-        row_format, _, count, _ = route
+    for row_format, begin, count, before in zip(
+        formats, begins, counts, blocks_before, strict=False
+    ):
+        route = row_format.row_bytes, begin // BUFFER_ALIGNMENT, count, before
         if count:
             parts += [(*route, at, size) for at, size, *_ in row_format.fields if size]
-    of_route, begin, num_blocks, first_block, at, sizes = zip(*parts, strict=True)
-    row_bytes = [row_format.row_bytes for row_format in of_route]
-    words = Words.of(sizes, math.gcd(alignment, *begin, *row_bytes, *at))
+    row_bytes, pages, num_blocks, first_blocks, at, sizes = zip(*parts, strict=True)
+    words = Words.of(sizes, math.gcd(alignment, *row_bytes, *at))
     tiles = [
         blocks * columns
         for blocks, columns in zip(num_blocks, words.columns, strict=True)
     ]
     *first_tiles, num_tiles = accumulate(tiles, initial=0)
-    pages = [place // BUFFER_ALIGNMENT for place in begin]
-    tables = first_tiles, first_block, words.sizes, pages, at, row_bytes
+    tables = first_tiles, first_blocks, words.sizes, pages, at, row_bytes
     return _Cut(
         num_tiles,
         words,

@@ -19,6 +19,8 @@ WIDTH = tl.constexpr(256)
 COUNTS = (4, 16)
 """numbers of partials that kernels are compiled for; the last one is 2^``TENSOR_BITS``"""
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_NOWHERE = 1 << 40
+"""an address that needs 64 bits, as all do"""
 
 Numbers = tuple[int, ...]
 """tuple argument of kernels with a number per tensor, see :func:`padded`"""
@@ -75,12 +77,9 @@ def padded(values: Sequence[int], count: int) -> Numbers:
     )
 
 
-def addresses_of(tensors: Sequence[Tensor], instead: Sequence[Tensor]) -> list[int]:
-    """Return the tensors' addresses; ``instead`` has a tensor for each that may have no elements."""
-    return [
-        x.data_ptr() or other.data_ptr()
-        for x, other in zip(tensors, instead, strict=True)
-    ]
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the tensors' addresses; a tensor without elements has none, and gets one that is never read."""
+    return [x.data_ptr() or _NOWHERE for x in tensors]
 
 
 def strides_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -165,7 +164,7 @@ class Partials:
         """Describe tensors [P_i, ...] to be combined into ``result``; copies tensors with rows that are not dense."""
         tensors = [with_dense_rows(x) for x in tensors]
         dtype, wide = _narrowest(tuple([x.dtype for x in tensors]), result.dtype)
-        addresses = addresses_of(tensors, [result] * len(tensors))
+        addresses = addresses_of(tensors)
         strides = strides_of(tensors)
         is_aligned = math.gcd(16, *addresses, *strides) == 16
         count = COUNTS[len(tensors) > COUNTS[0]]
