@@ -76,7 +76,7 @@ class NodesMemory(DeviceMemory):
         from torchtitan_cad.runtime.triton import nvshmem
 
         self._nvshmem = nvshmem
-        self._far = {peer for peer, address in enumerate(addresses) if not address}
+        self._is_far = np.array([not address for address in addresses])
         self._ranks = torch.tensor(ranks, dtype=torch.int32, device=own.device)
         self._staging = own.data_ptr() + own.numel() - staging_bytes
         self._spare = self._staging - _SPARE_BYTES
@@ -133,8 +133,8 @@ class NodesMemory(DeviceMemory):
 
     def _peer_tables(self, ranks: list[int]) -> list[Tensor]:
         """Return the tables of all ranks, of those on this node, and of those on other nodes."""
-        near = [rank for rank in ranks if rank not in self._far]
-        far = [rank for rank in ranks if rank in self._far]
+        near = [rank for rank in ranks if not self._is_far[rank]]
+        far = [rank for rank in ranks if self._is_far[rank]]
         tables = list[Tensor]()
         for group in (ranks, near, far):
             tables += super()._peer_tables(group)
@@ -145,10 +145,9 @@ class NodesMemory(DeviceMemory):
         batches = list[Batch]()
         for number, route in enumerate(routes):
             batches += self._batches(number, route)
-        is_near = np.isin(np.arange(len(self._ranks)), list(self._far), invert=True)
         near = [
             put.split_into_blocks(
-                route.send_counts * is_near,
+                route.send_counts * ~self._is_far,
                 route.put_offsets,
                 _first(np.array(route.send_counts)),
             )
@@ -165,7 +164,7 @@ class NodesMemory(DeviceMemory):
         peers = np.arange(len(self._ranks))
         sent = np.array(route.send_counts)
         offsets = np.array(route.put_offsets)
-        to_far = np.where(np.isin(peers, list(self._far)), sent, 0)
+        to_far = sent * self._is_far
         first = _first(sent)
         first_far = _first(to_far)
         most = max(1, route.most_rows)
