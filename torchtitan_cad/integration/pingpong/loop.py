@@ -78,6 +78,11 @@ class _NanoBatch:
         else:
             self.token = close_block(block, self.token)
 
+    def run(self, name: str, segment: Any, attended: Tensor | None) -> Any:
+        """Run linear work, which traces show under its name."""
+        with record_function(f"cad/{name}.{self.name}"):
+            return segment(self.x, attended, self.rope, self.positions)
+
     def send(
         self,
         block: BlockView,
@@ -279,10 +284,7 @@ class PingPong:
             names.append(f"pre {begins}")
         for nano_batch in nano_batches:
             attended = None if ends is None else nano_batch.receive()
-            with record_function(f"cad/{' '.join(names)}.{nano_batch.name}"):
-                nano_batch.x, *qkv = segment(
-                    nano_batch.x, attended, nano_batch.rope, nano_batch.positions
-                )
+            nano_batch.x, *qkv = nano_batch.run(" ".join(names), segment, attended)
             if begins is not None:
                 nano_batch.send(self.blocks[begins], *qkv)
 

@@ -123,7 +123,10 @@ def load_tokenizer(
         tokenizer = build(job_config)
     except Exception as error:  # a broken file is a bare Exception
         found = Path(job_config.model.hf_assets_path).is_dir()
-        reason = " ".join(str(error).split()) if found else "no such folder"
+        reason = "no such folder"
+        if found:
+            text, *_ = str(error).split("Available files")
+            reason = " ".join(text.split()).rstrip(".")
         raise ValueError(f"{key}: {reason}; {_prepare(vocab_size)}") from error
     if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(
