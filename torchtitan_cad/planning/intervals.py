@@ -132,7 +132,9 @@ def end_to_end(
         cuts,
     )
     first = begin[source]
-    return source, used[cell], start - first, end - first
+    start = start - first
+    end = end - first
+    return source, used[cell], start, end
 
 
 Intervals = tuple[IntArray, IntArray, IntArray]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -102,15 +102,15 @@ def compute_stats(
     """Return the statistics of the canonical ``tasks``, with their ``needs`` of queries and keys."""
     queries, keys = needs
     home = home_tasks(layout, shape.window)
-    loads, loads_before = (
-        server_loads(assigned, cost, layout.num_ranks) for assigned in (tasks, home)
-    )
+    loads = server_loads(tasks, cost, layout.num_ranks)
+    loads_before = server_loads(home, cost, layout.num_ranks)
     limits = load_limits(layout, config, cost, loads_before)
-    row_bytes = (shape.query_bytes, shape.kv_bytes)
     node = node_of_ranks(config, layout.num_ranks)
-    traffic = measure_traffic(needs, row_bytes, node)
+    traffic = measure_traffic(needs, (shape.query_bytes, shape.kv_bytes), node)
     bytes_in, bytes_out = traffic.total
     total = int(bytes_in.sum())
+    most = max(limits.guaranteed, int(loads.max()))
+    bound = partial(_lower_bound, layout, shape, cost, most)
     return PlanStats(
         max_over_mean=limits.over_mean(int(loads.max())),
         max_over_mean_before=limits.over_mean(int(loads_before.max())),
@@ -131,27 +131,17 @@ def compute_stats(
         query_rows_moved=int(queries.rows_in.sum()),
         kv_rows_moved=int(keys.rows_in.sum()),
         plan_seconds=plan_seconds,
-        bound=cache(
-            lambda: lower_bound(
-                layout,
-                shape,
-                _max_pairs(
-                    layout,
-                    cost,
-                    np.maximum(limits.guaranteed, loads.max(keepdims=True)),
-                ),
-            )
-        ),
+        bound=cache(bound),
     )
 
 
-def _max_pairs(layout: TokenLayout, cost: TileAreaCost, loads: IntArray) -> IntArray:
-    """int64 [num_ranks] most pairs that each rank can compute within its load, limited to the layout's pairs."""
-    every = int((layout.doc_lengths * (layout.doc_lengths + 1) // 2).sum())
-    distinct, index = np.unique(loads, return_inverse=True)
-    return np.array(
-        [min(every, cost.max_pairs(load)) for load in distinct.tolist()], dtype=np.int64
-    )[index]
+def _lower_bound(
+    layout: TokenLayout, shape: AttentionShape, cost: TileAreaCost, load: int
+) -> int:
+    """Return the least bytes of plans in which every rank computes at most ``load``."""
+    lengths = layout.doc_lengths
+    all_pairs = int((lengths * (lengths + 1) // 2).sum())
+    return lower_bound(layout, shape, min(all_pairs, cost.max_pairs(load)))
 
 
 def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:

@@ -70,7 +70,10 @@ class Combination:
             first = _first_of_all_rows(targets[:num_reusable], num_rows)
             sources = _sources(targets, order)
             offsets = np.append(0, np.cumsum(counts))
-            index = [rows_to_device(x, device, np.int32) for x in (sources, offsets)]
+            index = [
+                rows_to_device(sources, device, np.int32),
+                rows_to_device(offsets, device, np.int32),
+            ]
             return cls(num_rows, index, is_fused=True, in_place=first)
         waves = _wave_tables(order, counts)
         index = [rows_to_device(table, device) for table in waves]
@@ -93,12 +96,14 @@ class Combination:
 
             outs, lses = partials
             sources, offsets = self.index
-            (out,), in_place = self._targets([outs], [like])
+            results, in_place = self._targets([outs], [like])
+            out = results[0]
             lse = like.new_empty(heads_shape, dtype=precise)
             if out.numel():
                 merge_rows(outs, lses, sources, offsets, out, lse, in_place)
             return [out, lse]
-        out_NHD = like.new_zeros((*heads_shape, like.shape[-1]), dtype=precise)
+        out_shape = (*heads_shape, like.shape[-1])
+        out_NHD = like.new_zeros(out_shape, dtype=precise)
         lse_NH = like.new_full(heads_shape, -torch.inf, dtype=precise)
         for part_out_PHD, part_lse_PH, rows_P in self._waves(partials):
             merge_partials(out_NHD, lse_NH, part_out_PHD, part_lse_PH, rows_P)
@@ -121,7 +126,8 @@ class Combination:
 
             sources, offsets = self.index
             sums, in_place = self._targets(partials, like)
-            has_pair = len(sums) > 1 and sums[0].shape == sums[1].shape
+            shapes = [x.shape for x in sums]
+            has_pair = len(sums) > 1 and shapes[0] == shapes[1]
             in_first = 2 if has_pair else 1
             ends = range(in_first, len(sums) + 1)
             for begin, end in pairwise([0, *ends]):
@@ -134,10 +140,11 @@ class Combination:
                         in_place,
                     )
             return sums
-        sums = [
-            x.new_zeros(self.num_rows, *x.shape[1:], dtype=compute_dtype(x.dtype))
-            for x in like
-        ]
+        sums = []
+        for of_result in like:
+            shape = (self.num_rows, *of_result.shape[1:])
+            precise = compute_dtype(of_result.dtype)
+            sums.append(of_result.new_zeros(shape, dtype=precise))
         for *parts, rows in self._waves(partials):
             for total, part in zip(sums, parts, strict=True):
                 total.index_add_(0, rows, part.to(total.dtype))
@@ -152,12 +159,12 @@ class Combination:
         """Return the tensors for results, and the number of the partials' tensors that they are, or -1."""
         if self.in_place >= 0:
             there = [of_result[self.in_place] for of_result in partials]
-            if all(
-                x.is_contiguous() and x.dtype == y.dtype
-                for x, y in zip(there, like, strict=True)
-            ):
+            are_contiguous = all(x.is_contiguous() for x in there)
+            dtypes = [x.dtype for x in like]
+            if are_contiguous and [x.dtype for x in there] == dtypes:
                 return there, self.in_place
-        return [x.new_empty(self.num_rows, *x.shape[1:]) for x in like], -1
+        fresh = [x.new_empty(self.num_rows, *x.shape[1:]) for x in like]
+        return fresh, -1
 
     def _waves(self, partials: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Yield, per wave, the partials of each result, and their rows."""
@@ -168,7 +175,8 @@ class Combination:
                 torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
                 for parts in partials
             ]
-            yield [*(part.index_select(0, source) for part in joined), rows]
+            of_wave = [part.index_select(0, source) for part in joined]
+            yield [*of_wave, rows]
 
 
 def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
@@ -178,8 +186,9 @@ def _sources(targets: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
         for number, rows in enumerate(targets)
     ]
     all_names = _concatenated(names)
+    used = all_names[order]
     sources = np.zeros(len(all_names), np.int32)
-    sources[: len(order)] = all_names[order]
+    sources[: len(used)] = used
     return sources
 
 
@@ -190,14 +199,19 @@ def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def _first_of_all_rows(targets: Sequence[np.ndarray], num_rows: int) -> int:
     """Return the number of the first tensor whose partials are those of all rows, in order; -1 if there is none."""
     every_row = np.arange(num_rows)
-    is_of_all = [np.array_equal(rows, every_row) for rows in targets]
-    return is_of_all.index(True) if any(is_of_all) else -1
+    for number, rows in enumerate(targets):
+        if np.array_equal(rows, every_row):
+            return number
+    return -1
 
 
 def _wave_tables(order: np.ndarray, counts: np.ndarray) -> Iterator[np.ndarray]:
     """Yield, per wave, positions among all partials, and the rows of these partials."""
-    first = np.cumsum(counts) - counts
-    for number in range(counts.max(initial=0)):
-        rows = np.flatnonzero(counts > number)
+    end = np.cumsum(counts)
+    first = end - counts
+    most = counts.max(initial=0)
+    for number in range(most):
+        has_partial = counts > number
+        rows = np.flatnonzero(has_partial)
         yield order[first[rows] + number]
         yield rows

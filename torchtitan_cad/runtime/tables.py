@@ -116,17 +116,9 @@ class PlanTables:
         keys = build_rows(exchange.keys, "keys", kv_rows)
 
         def kernel_call(table: CallTable, causal: bool) -> KernelCall:
-            args = VarlenArgs.from_numpy(
-                table.cu_q,
-                table.cu_k,
-                causal=causal,
-                scale=scale,
-                device=device,
-                q_start=table.q_start,
-                window=exchange.window if causal else None,
-            )
+            window = exchange.window if causal else None
             return KernelCall(
-                args,
+                _varlen_args(table, causal, scale, window=window, device=device),
                 _rows_of_call(table.q_rows, queries, device),
                 _rows_of_call(table.kv_rows, keys, device),
             )
@@ -202,6 +194,25 @@ def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
     if all(len(chunks) == 1 for chunks in kinds):
         return [tuple(chunk for (chunk,) in kinds)]
     return [(chunk,) for chunk in chain(*kinds)]
+
+
+def _varlen_args(
+    table: CallTable,
+    causal: bool,
+    scale: float,
+    *,
+    window: int | None,
+    device: torch.device,
+) -> VarlenArgs:
+    return VarlenArgs.from_numpy(
+        table.cu_q,
+        table.cu_k,
+        causal=causal,
+        scale=scale,
+        device=device,
+        q_start=table.q_start,
+        window=window,
+    )
 
 
 def _rows_of_call(

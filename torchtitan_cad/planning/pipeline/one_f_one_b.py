@@ -30,8 +30,10 @@ def one_f_one_b(
         together: whether the ranks of a stage begin and end a microbatch together; by default none does.
     """
     count = len(forward)
-    times = np.array([forward, backward], dtype=np.float64).reshape(2, count, -1)
-    return float(_ends(stages, times, together or [False] * count).max())
+    both = np.array([forward, backward], dtype=np.float64)
+    times = both.reshape(2, count, -1)
+    ends = _ends(stages, times, together or [False] * count)
+    return float(ends.max())
 
 
 def _ends(stages: int, times: FloatArray, together: Sequence[bool]) -> FloatArray:
@@ -41,19 +43,25 @@ def _ends(stages: int, times: FloatArray, together: Sequence[bool]) -> FloatArra
     So what a pass needs comes in an earlier tick, and a stage runs its passes in the order of 1F1B.
     """
     count = len(together)
-    free = np.zeros((stages, times.shape[2]))
-    ends = np.zeros_like(times)  # on the last stage that has run the pass
-    for tick in range(2 * (stages + count - 1)):
+    ranks = times.shape[2]
+    free = np.zeros((stages, ranks))
+    # on the last stage that has run the pass
+    ends = np.zeros_like(times)
+    ticks = 2 * (stages + count - 1)
+    for tick in range(ticks):
         for stage in range(stages):
             way = (tick - stage) % 2
-            first_tick = 2 * stages - 1 - stage if way else stage
+            first_tick = stage
+            if way:
+                first_tick = 2 * stages - 1 - stage
             m = (tick - first_tick) // 2
             if not 0 <= m < count:
                 continue
+            seconds = times[way, m]
             begin = np.maximum(free[stage], ends[way, m])
-            end = begin + times[way, m]
+            end = begin + seconds
             if together[m]:
-                end[:] = begin.max() + times[way, m].max()
+                end[:] = begin.max() + seconds.max()
             free[stage] = end
             ends[way, m] = end
     return free[0]
@@ -66,15 +74,19 @@ def in_stages(attention: FloatArray, stages: int, linear: float = 0.0) -> float:
         attention: [microbatches] times on a stage, forward and backward together, in the order in which they run.
         linear: what every microbatch's linear work takes besides.
     """
-    (seconds,) = _in_orders(attention[:, np.newaxis], stages, linear)
-    return float(seconds)
+    in_one_order = attention[:, np.newaxis]
+    seconds = _in_orders(in_one_order, stages, linear)
+    return float(seconds[0])
 
 
 def _in_orders(attention: FloatArray, stages: int, linear: float) -> FloatArray:
     """Return [orders] the ``in_stages`` of attention [microbatches, orders]."""
-    forward = linear / (1 + BACKWARD_LINEAR) + attention / (1 + BACKWARD_ATTENTION)
-    times = np.stack([forward, linear + attention - forward])
-    return _ends(stages, times, [False] * len(attention))
+    forward_linear = linear / (1 + BACKWARD_LINEAR)
+    forward = forward_linear + attention / (1 + BACKWARD_ATTENTION)
+    backward = linear + attention - forward
+    times = np.stack([forward, backward])
+    by_themselves = [False] * len(attention)
+    return _ends(stages, times, by_themselves)
 
 
 def best_order(attention: FloatArray, stages: int, linear: float = 0.0) -> IntArray:
@@ -86,11 +98,15 @@ def best_order(attention: FloatArray, stages: int, linear: float = 0.0) -> IntAr
     if stages == 1:
         return as_is
     ascending = np.argsort(attention, kind="stable")
-    light_ends = np.append(ascending[::2], ascending[1::2][::-1])
+    rising = ascending[::2]
+    falling = ascending[1::2][::-1]
+    light_ends = np.append(rising, falling)
     rotated = [np.roll(light_ends, shift) for shift in as_is]
     orders = np.stack([as_is, *rotated])
-    seconds = _in_orders(attention[orders].T, stages, linear)
-    return orders[int(seconds.argmin())]
+    in_orders = attention[orders].T
+    seconds = _in_orders(in_orders, stages, linear)
+    fastest = int(seconds.argmin())
+    return orders[fastest]
 
 
 def ramps(microbatches: int, stages: int) -> FloatArray:
@@ -98,4 +114,6 @@ def ramps(microbatches: int, stages: int) -> FloatArray:
     number = np.arange(microbatches)
     from_end = np.minimum(number, number[::-1])
     ramp = np.minimum(from_end, 0.75 * stages)
-    return ramp / ramp.mean() if ramp.any() else np.ones(microbatches)
+    if not ramp.any():
+        return np.ones(microbatches)
+    return ramp / ramp.mean()

@@ -172,8 +172,10 @@ class _Microbatch:
         for _ in range(RETRIES):
             fitting = bisect_right(unassigned, (self.left, math.inf))
             lengths = [length for length, _ in unassigned[:fitting]]
-            enough = bisect_right(list(accumulate(lengths)), 2 * self.left) + 1
-            chosen = add_up(lengths[: max(CANDIDATES, enough)], self.left)
+            totals = list(accumulate(lengths))
+            enough = bisect_right(totals, 2 * self.left) + 1
+            candidates = lengths[: max(CANDIDATES, enough)]
+            chosen = add_up(candidates, self.left)
             if chosen is not None:
                 for i in chosen:
                     self._take(*unassigned.pop(i))
@@ -195,9 +197,10 @@ class _Microbatch:
         on_ranks = sum_by_index(rank[is_whole], lengths[whole], len(self.tokens))
         gaps = np.array(self.tokens) - on_ranks
         source, gap, start, end = end_to_end(lengths[loose], gaps)
+        pieces = np.append(whole, loose[source])
         columns = (
             np.append(rank[is_whole], gap),
-            ids[np.append(whole, loose[source])],
+            ids[pieces],
             np.append(np.zeros_like(whole), start),
             np.append(lengths[whole], end - start),
         )
@@ -216,7 +219,8 @@ def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
     # bit t of sums[i]: some of the first i documents add up to t
     sums = [1]
     for length in lengths:
-        sums.append((sums[-1] | sums[-1] << length) & up_to_total)
+        with_it = sums[-1] << length
+        sums.append((sums[-1] | with_it) & up_to_total)
     if not sums[-1] >> total & 1:
         return None
     chosen = []

@@ -77,7 +77,8 @@ def place_microbatch(
     second = place_and_plan(second_layout, shape, config)
     shift = begun[every.doc_index(second.layout.seg_doc)]
     plans = [first, with_earlier_keys(first, second, shift)]
-    is_better = moved_by(*plans).score(before) < before.score(before)
+    score = moved_by(*plans).score(before)
+    is_better = score < before.score(before)
     return plans if is_better else given_plans
 
 
@@ -100,12 +101,14 @@ def plan_by_time(
     """
     best = stay_home(layouts, shape, config)
     balanced_seconds = sum(times.best_seconds(plan) for plan in best)
-    best_seconds = (1 - LEAST_GAIN) * times.microbatch_seconds(best)
+    seconds_at_home = times.microbatch_seconds(best)
+    best_seconds = (1 - LEAST_GAIN) * seconds_at_home
     if config.planner == "home" or balanced_seconds > best_seconds:
         return best
     make = place_microbatch if place else plan_in_place
     for tolerance in TOLERANCES:
-        plans = make(layouts, shape, replace(config, tolerance=tolerance))
+        with_tolerance = replace(config, tolerance=tolerance)
+        plans = make(layouts, shape, with_tolerance)
         seconds = times.microbatch_seconds(plans)
         if seconds < best_seconds:
             best = plans

@@ -118,9 +118,12 @@ class CpuKernel(AttentionKernel):
         """Return out [Tq, Hq, Dv] in q's dtype, lse [Tq, Hq] in fp32 (fp64)."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             value_dim = v.shape[2]
+            key_dim = q.shape[2]
             # PyTorch's fused attention takes heads of one size.
-            common = max(q.shape[2], value_dim)
-            qh, kh, vh = (_heads_first(x, common) for x in (q, k, v))
+            common = max(key_dim, value_dim)
+            qh = _heads_first(q, common)
+            kh = _heads_first(k, common)
+            vh = _heads_first(v, common)
             heads_of_rows = q.shape[:2]
             out = torch.zeros(*heads_of_rows, value_dim, dtype=q.dtype)
             lse = torch.full(heads_of_rows, -torch.inf, dtype=qh.dtype)
@@ -146,17 +149,21 @@ class CpuKernel(AttentionKernel):
             if delta is None:
                 assert out is not None, "backward needs delta or out"
                 delta = row_delta(dout, out)
-            dout, qh, kh, vh = (_heads_first(x, x.shape[2]) for x in (dout, q, k, v))
+            dout = _heads_first(dout, dout.shape[2])
+            qh = _heads_first(q, q.shape[2])
+            kh = _heads_first(k, k.shape[2])
+            vh = _heads_first(v, v.shape[2])
             # a row without keys has probability exp(-inf) = 0
             shift = torch.where(lse == -torch.inf, lse, -lse)
-            of_scores = shift.to(qh.dtype).t().unsqueeze(-1)
-            of_dprobs = -delta.to(qh.dtype).t().unsqueeze(-1)
+            of_scores = shift.to(qh.dtype).t()
+            of_dprobs = -delta.to(qh.dtype).t()
             grads = [torch.zeros_like(x) for x in (qh, kh, vh)]
-            rows = (dout, qh, of_scores, of_dprobs)
+            terms = (of_scores.unsqueeze(-1), of_dprobs.unsqueeze(-1))
+            rows = (dout, qh, *terms)
             for tile in iter_tiles(call):
                 _add_tile(grads, rows, kh, vh, tile, call.scale)
-            dq, dk, dv = map(_rows_first, grads, (q, k, v))
-            return dq, dk, dv
+            dq, dk, dv = grads
+            return _rows_first(dq, q), _rows_first(dk, k), _rows_first(dv, v)
 
 
 def _heads_first(x: Tensor, least: int) -> Tensor:
@@ -186,9 +193,9 @@ def _tile_forward(
     def attend(
         lo: int, hi: int, causal: bool = False, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return _fused_attention(
-            queries, k[:, lo:hi], v[:, lo:hi], causal, scale=scale, mask=mask
-        )
+        keys = k[:, lo:hi]
+        values = v[:, lo:hi]
+        return _fused_attention(queries, keys, values, causal, scale=scale, mask=mask)
 
     if tile.window is not None:
         num_before = tile.k_mid - tile.k_lo
@@ -227,7 +234,9 @@ def _fused_attention(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale
     )
-    return out[0, :, :rows].transpose(0, 1), lse[0, :, :rows].transpose(0, 1)
+    unpadded_out = out[0, :, :rows]
+    unpadded_lse = lse[0, :, :rows]
+    return unpadded_out.transpose(0, 1), unpadded_lse.transpose(0, 1)
 
 
 def _add_tile(
@@ -261,19 +270,24 @@ def _add_tile(
         dprobs = torch.baddbmm(neg_delta, dout, v_t)
         dscores = dprobs.mul_(probs)
         dq.baddbmm_(dscores, k, alpha=scale)
-        dk[:, lo:hi].add_(torch.bmm(dscores.transpose(1, 2), q), alpha=scale)
-        dv[:, lo:hi].add_(torch.bmm(probs.transpose(1, 2), dout))
-    all_dq[:, tile.q_lo : tile.q_hi] = dq.view(-1, num_rows, dq.shape[2])
+        dk_of_block = torch.bmm(dscores.transpose(1, 2), q)
+        dk[:, lo:hi].add_(dk_of_block, alpha=scale)
+        dv_of_block = torch.bmm(probs.transpose(1, 2), dout)
+        dv[:, lo:hi].add_(dv_of_block)
+    of_heads = dq.view(-1, num_rows, dq.shape[2])
+    all_dq[:, tile.q_lo : tile.q_hi] = of_heads
 
 
 def _probabilities(scores: Tensor, tile: Tile, lo: int) -> Tensor:
     """Overwrite the scores of a block of keys from ``lo`` by probabilities: 0 of keys that the masks hide."""
     probs = scores.exp_()
-    of_heads = probs.unflatten(1, (-1, tile.q_hi - tile.q_lo))
+    num_rows = tile.q_hi - tile.q_lo
+    of_heads = probs.unflatten(1, (-1, num_rows))
     if lo == tile.k_mid:
         of_heads.tril_()
     if tile.window is not None:
-        of_heads.triu_(tile.k_mid - lo + 1 - tile.window)
+        before = tile.k_mid - lo
+        of_heads.triu_(before + 1 - tile.window)
     return probs
 
 

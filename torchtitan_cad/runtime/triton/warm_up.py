@@ -30,7 +30,8 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> 
     begin = time.perf_counter()
 
     def rows(heads: int, size: int) -> Tensor:
-        return torch.zeros(2, heads, size, dtype=dtype, device=device)
+        two_rows = (2, heads, size)
+        return torch.zeros(two_rows, dtype=dtype, device=device)
 
     q = rows(shape.num_heads, shape.head_dim)
     k = rows(shape.num_kv_heads, shape.key_dim)
@@ -39,13 +40,15 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> 
     out = rows(shape.num_heads, shape.out_dim)
     precise = compute_dtype(dtype)
     lse = torch.zeros(2, shape.num_heads, dtype=precise, device=device)
-    _combine(out, lse, [q, k, v, shared])
+    gradients = [q, k, v, shared]
+    _combine(out, lse, gradients)
     # rows of lse may be less aligned than those of q
     _move([q, lse])
     _move([q])
     delta.row_delta(out, out, precise)
     delta.prepare_statistics(out, lse, lse, empty_lse=0.0)
-    if q.shape[2] != out.shape[2]:  # FlashAttention-2 pads rows of dO to those of Q
+    pads = shape.head_dim != shape.out_dim
+    if pads:  # FlashAttention-2 pads rows of dO to those of Q
         delta.prepare_statistics(q, lse, lse, empty_lse=0.0)
     _signal(device)
     if device.type == "cuda":
@@ -56,38 +59,63 @@ def warm_up(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> 
 
 def _combine(out: Tensor, lse: Tensor, gradients: list[Tensor]) -> None:
     """Merge and sum every number of partials that kernels are compiled for."""
-    sources = rows_to_device(np.zeros(2), out.device, np.int32)
-    offsets = rows_to_device(np.arange(3), out.device, np.int32)
-    combination = Combination(2, [sources, offsets], is_fused=True)
-    not_empty = [x for x in gradients if x.numel()]
-    by_row_size = {x[0].numel(): x for x in not_empty}
+    # two rows, each of which has one partial
+    sources = np.zeros(2)
+    offsets = np.arange(3)
+    index = [
+        rows_to_device(sources, out.device, np.int32),
+        rows_to_device(offsets, out.device, np.int32),
+    ]
+    combination = Combination(2, index, is_fused=True)
+    by_row_size = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_row_size[gradient[0].numel()] = gradient
     for count in COUNTS:
-        combination.merge([[out] * count, [lse] * count], out)
+        outs = [out] * count
+        lses = [lse] * count
+        combination.merge([outs, lses], out)
         for gradient in by_row_size.values():
-            combination.add([[gradient] * count], [gradient])
+            partials = [gradient] * count
+            combination.add([partials], [gradient])
 
 
 def _move(rows: list[Tensor]) -> None:
     """Pack rows into a message, and gather them as for kernel calls."""
     device = rows[0].device
     row_format = RowFormat(rows)
-    message = torch.zeros(2 * row_format.row_bytes, dtype=torch.uint8, device=device)
-    failed = torch.zeros(1, dtype=torch.int64, device=device)
-    blocks = put.Blocks.of([put.split_into_blocks([2], [0])], [None], device)
-    put.put_rows([(rows, row_format)], blocks, [0], _address(message), failed)
+    num_bytes = 2 * row_format.row_bytes
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    two_rows = put.split_into_blocks([2], [0])
+    blocks = put.Blocks.of([two_rows], [None], device)
+    put.put_rows(
+        [(rows, row_format)],
+        blocks,
+        [0],
+        _address(message),
+        _words(1, device),
+    )
     nothing = [x[:0] for x in rows]
     gather.GatheredRows(rows, nothing).gather(None)
 
 
 def _signal(device: torch.device) -> None:
-    nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
-    words = torch.zeros(2, dtype=torch.int64, device=device)
-    failed = torch.zeros(1, dtype=torch.int64, device=device)
-    record = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-    signals.post(nobody, _address(words), 0, 0, failed)
+    nobody = torch.tensor([-1], dtype=torch.int32, device=device)
+    words = _words(2, device)
+    failed = _words(1, device)
+    record = _words(1, torch.device("cpu"))
+    if device.type == "cuda":
+        record = record.pin_memory()
+    addresses = _address(words)
+    signals.post(nobody, addresses, 0, 0, failed)
     signals.wait(nobody, words, 0, 0, 0, failed, record)
+
+
+def _words(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 def _address(memory: Tensor) -> Tensor:
     """Return an int64 tensor of where ``memory`` begins."""
-    return torch.tensor([memory.data_ptr()], dtype=torch.int64).to(memory.device)
+    begin = memory.data_ptr()
+    return torch.tensor([begin], dtype=torch.int64, device=memory.device)
