@@ -13,7 +13,7 @@ from tests.lib.plans import random_tasks
 from tests.lib.reference import check_exchanges, check_json, covers_exactly
 from tests.lib.refusals import refusal
 from tests.lib.tables import check_plan, check_stats, validate_exchanges
-from tests.lib.validate import PlanError, validate_plan
+from tests.lib.validate import validate_plan
 from torchtitan_cad.planning import (
     Plan,
     PlannerConfig,
@@ -62,7 +62,7 @@ def test_verdict_is_that_of_brute_force(case, seed, data):
         assert change in ("server", "doc")
         validate_plan(plan)
     else:
-        with pytest.raises(PlanError):
+        with pytest.raises(AssertionError):
             validate_plan(plan)
 
 
@@ -85,7 +85,7 @@ def plan_of(records: list[tuple[int, ...]]) -> Plan:
 
 
 def check_refused(plan: Plan) -> None:
-    with refusal(error=PlanError):
+    with pytest.raises(AssertionError):
         validate_plan(plan)
 
 
@@ -114,7 +114,7 @@ def test_wrong_statistics():
     ):
         wrong = make_plan(LAYOUT, LLAMA, SMALL)
         wrong.__dict__["stats"] = dataclasses.replace(stats, **change)
-        with pytest.raises(PlanError):
+        with pytest.raises(AssertionError):
             check_stats(wrong)
 
 
@@ -136,13 +136,13 @@ def test_every_entry_of_the_tables_counts(rank, owner):
             replaced = dataclasses.replace(original, **{field.name: entry})
             broken = list(tables)
             broken[rank] = dataclasses.replace(tables[rank], **{owner: replaced})
-            with pytest.raises(PlanError):
+            with pytest.raises(AssertionError):
                 validate_exchanges(LAYOUT, tasks, broken)
 
 
 def test_table_of_a_rank_is_missing():
     plan = plan_of(RIGHT)
-    with pytest.raises(PlanError):
+    with pytest.raises(AssertionError):
         validate_exchanges(LAYOUT, plan.tasks, [plan.exchange(0)])
 
 
