@@ -12,7 +12,7 @@ from tests.lib.layouts import LLAMA, cases
 from tests.lib.plans import random_tasks
 from tests.lib.reference import check_exchanges, check_json, covers_exactly
 from tests.lib.refusals import refusal
-from tests.lib.tables import check_plan, check_stats, validate_exchanges
+from tests.lib.tables import check_plan, validate_exchanges
 from tests.lib.validate import validate_plan
 from torchtitan_cad.planning import (
     Plan,
@@ -20,11 +20,7 @@ from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
 )
-from torchtitan_cad.planning.model.tasks import (
-    TASK_FIELDS,
-    canonical,
-    make_tasks,
-)
+from torchtitan_cad.planning.model.tasks import TASK_FIELDS, canonical
 
 SMALL = PlannerConfig(min_shard=4, tile=4)
 
@@ -67,83 +63,26 @@ def test_verdict_is_that_of_brute_force(case, seed, data):
 
 
 LAYOUT = TokenLayout.from_segments([[(0, 0, 10)], [(0, 10, 6), (1, 0, 4)]])
-RIGHT = [
-    (0, 0, 8, 0, 8, 0),
-    (0, 8, 16, 0, 8, 1),
-    (0, 8, 12, 8, 12, 0),
-    (0, 12, 16, 8, 16, 1),
-    (1, 0, 4, 0, 4, 0),
-]
 
 
-def plan_of(records: list[tuple[int, ...]]) -> Plan:
-    """Plan with these tasks in canonical order and the statistics of the right ones."""
-    right = Plan.from_tasks(LAYOUT, LLAMA, SMALL, make_tasks(*np.array(RIGHT).T))
-    records = sorted(records, key=lambda task: (task[0], task[1], task[3]))
-    columns = np.array(records, dtype=np.int64).reshape(-1, 6).T
-    return dataclasses.replace(right, tasks=make_tasks(*columns))
-
-
-def check_refused(plan: Plan) -> None:
-    with pytest.raises(AssertionError):
-        validate_plan(plan)
-
-
-def test_wrong_tasks():
-    """Other values of single fields are drawn above."""
-    for index, task in enumerate(RIGHT):
-        check_refused(plan_of([*RIGHT[:index], *RIGHT[index + 1 :]]))
-        check_refused(plan_of([*RIGHT, task]))
-    check_refused(plan_of([]))
-    right = plan_of(RIGHT)
-    check_refused(dataclasses.replace(right, tasks=right.tasks[::-1]))
-    check_refused(dataclasses.replace(right, tasks=np.zeros((3, 6), dtype=np.int64)))
-    shape = dataclasses.replace(LLAMA, window=4)
-    for name in ("kv_start", "kv_end"):
-        windows = make_plan(LAYOUT, shape, SMALL)
-        windows.tasks[name][1] -= 1
-        check_refused(windows)
-
-
-def test_wrong_statistics():
-    stats = make_plan(LAYOUT, LLAMA, SMALL).stats
-    for change in (
-        {"total_bytes": stats.total_bytes + 1},
-        {"num_tasks": 99},
-        {"bytes_in": stats.loads},
-    ):
-        wrong = make_plan(LAYOUT, LLAMA, SMALL)
-        wrong.__dict__["stats"] = dataclasses.replace(stats, **change)
-        with pytest.raises(AssertionError):
-            check_stats(wrong)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("owner", ["queries", "keys", "causal", "full", "most"])
-def test_every_entry_of_the_tables_counts(rank, owner):
-    """Raise any single number of any table by one and the tables are rejected."""
-    plan = plan_of(RIGHT)
-    tasks = plan.tasks
-    tables = [plan.exchange(number) for number in range(2)]
+def test_every_entry_of_the_tables_counts(owner):
+    """Raise any single number of a table by one and the tables are rejected."""
+    tasks = random_tasks(np.random.default_rng(7), LAYOUT)
+    plan = Plan.from_tasks(LAYOUT, LLAMA, SMALL, tasks)
+    tables = [plan.exchange(rank) for rank in range(2)]
     validate_exchanges(LAYOUT, tasks, tables)
-    original = getattr(tables[rank], owner)
+    original = getattr(tables[0], owner)
     for field in dataclasses.fields(original):
-        value = getattr(original, field.name)
-        for i in range(np.size(value)):
-            wrong = np.array(value)
+        value = np.array(getattr(original, field.name))
+        for i in range(value.size):
+            wrong = value.copy()
             wrong.reshape(-1)[i] += 1
-            entry = wrong if np.ndim(value) else int(wrong)
+            entry = wrong if wrong.ndim else int(wrong)
             replaced = dataclasses.replace(original, **{field.name: entry})
-            broken = list(tables)
-            broken[rank] = dataclasses.replace(tables[rank], **{owner: replaced})
+            broken = dataclasses.replace(tables[0], **{owner: replaced})
             with pytest.raises(AssertionError):
-                validate_exchanges(LAYOUT, tasks, broken)
-
-
-def test_table_of_a_rank_is_missing():
-    plan = plan_of(RIGHT)
-    with pytest.raises(AssertionError):
-        validate_exchanges(LAYOUT, plan.tasks, [plan.exchange(0)])
+                validate_exchanges(LAYOUT, tasks, [broken, tables[1]])
 
 
 def test_no_such_rank():
