@@ -16,6 +16,7 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -48,37 +49,30 @@ class Source:
         self.place = path.relative_to(folder).as_posix()
         self.tree = ast.parse(text)
         self.tokens: Counter[int] = Counter()
-        docstrings = set[int]()
-        for node in ast.walk(self.tree):
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                docstrings.update(
-                    range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                )
+        docstrings = {
+            node.lineno
+            for node in self.nodes(ast.Expr)
+            if isinstance(node.value, ast.Constant)
+        }
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            is_docstring = (
-                token.type == tokenize.STRING and token.start[0] in docstrings
-            )
+            line = token.start[0]
+            is_docstring = token.type == tokenize.STRING and line in docstrings
             if token.type not in LAYOUT and not is_docstring:
-                self.tokens[token.start[0]] += 1
+                self.tokens[line] += 1
+
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[Any]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
 
     def functions(self) -> Iterator[tuple[str, bool, int]]:
         """Yield the place of every function, whether it is compiled, and its tokens."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                names = {
-                    ast.unparse(x.func if isinstance(x, ast.Call) else x)
-                    for x in node.decorator_list
-                }
-                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                yield (
-                    f"{self.place}:{node.name}",
-                    bool(names & COMPILED),
-                    sum(self.tokens[line] for line in lines),
-                )
+        for node in self.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+            names = {
+                ast.unparse(x.func if isinstance(x, ast.Call) else x)
+                for x in node.decorator_list
+            }
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            count = sum(self.tokens[line] for line in lines)
+            yield f"{self.place}:{node.name}", bool(names & COMPILED), count
 
 
 def sources(folder: Path) -> list[Source]:
@@ -90,62 +84,52 @@ def sources(folder: Path) -> list[Source]:
 
 def splats(source: Source) -> Iterator[ast.AST]:
     """Arguments that are unpacked from a tuple which the same file puts together."""
-    assigned = (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign))
-    tuples = {
-        x.id
-        for node in assigned
-        if isinstance(node.value, ast.Tuple)
-        for x in node.targets
-        if isinstance(x, ast.Name)
-    }
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call):
-            starred = (x.value for x in node.args if isinstance(x, ast.Starred))
-            yield from (
-                x for x in starred if isinstance(x, ast.Name) and x.id in tuples
-            )
+    tuples = set[str]()
+    for node in source.nodes(ast.Assign):
+        if isinstance(node.value, ast.Tuple):
+            tuples |= {ast.unparse(target) for target in node.targets}
+    for node in source.nodes(ast.Call):
+        starred = (x.value for x in node.args if isinstance(x, ast.Starred))
+        yield from (x for x in starred if getattr(x, "id", None) in tuples)
 
 
 def walruses_in_and(source: Source) -> Iterator[ast.AST]:
     """Assignments inside of a condition with "and"."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+    for node in source.nodes(ast.BoolOp):
+        if isinstance(node.op, ast.And):
             yield from (x for x in ast.walk(node) if isinstance(x, ast.NamedExpr))
 
 
 def tuple_assignments(source: Source) -> Iterator[ast.AST]:
     """Several assignments in one."""
-    for node in ast.walk(source.tree):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Tuple)
-            and isinstance(node.targets[0], ast.Tuple)
-        ):
+    for node in source.nodes(ast.Assign):
+        sides = (node.value, node.targets[0])
+        if all(isinstance(side, ast.Tuple) for side in sides):
             yield node
 
 
 def nested_comprehensions(source: Source) -> Iterator[ast.AST]:
     """Comprehensions with more than one "for"."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes(ast.AST):
         if len(getattr(node, "generators", ())) > 1:
             yield node
 
 
 def long_calls(source: Source) -> Iterator[ast.AST]:
     """Calls with more than ``MOST_POSITIONAL`` arguments without a name."""
-    for node in ast.walk(source.tree):
-        is_long = isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL
-        if is_long and ast.unparse(node.func).split(".")[0] not in LIBRARIES:
+    for node in source.nodes(ast.Call):
+        function = ast.unparse(node.func).split(".")[0]
+        if len(node.args) > MOST_POSITIONAL and function not in LIBRARIES:
             yield node
 
 
 def pronouns(source: Source) -> Iterator[ast.AST]:
     """Variables and parameters that are called by a pronoun."""
-    for node in ast.walk(source.tree):
-        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        if is_stored and node.id in PRONOUNS:
+    for node in source.nodes(ast.arg):
+        if node.arg in PRONOUNS:
             yield node
-        if isinstance(node, ast.arg) and node.arg in PRONOUNS:
+    for node in source.nodes(ast.Name):
+        if isinstance(node.ctx, ast.Store) and node.id in PRONOUNS:
             yield node
 
 
@@ -175,14 +159,8 @@ def repeated_names(package: Path) -> list[str]:
     files: dict[str, list[str]] = defaultdict(list)
     for source in sources(package):
         for node in source.tree.body:
-            names = (
-                [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
-            )
-            if isinstance(node, ast.Assign):
-                names = [
-                    target.id for target in node.targets if isinstance(target, ast.Name)
-                ]
-            for name in names:
+            for target in getattr(node, "targets", [node]):
+                name = getattr(target, "name", getattr(target, "id", "_"))
                 if not name.startswith("_"):
                     files[name].append(source.place)
     return [
