@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FlashAttention-3 and 4 and torch's own operators as the product calls them, computed by the exact CPU kernel.
+"""FlashAttention-2, 3 and 4 and torch's own operators as the product calls them, computed by the exact CPU kernel.
 
-Signatures, layouts and conventions are those of FlashAttention-3 (hopper/, 2026), flash-attn-4 4.0.0b36
+Signatures, layouts and conventions are those of flash-attn 2.8, FlashAttention-3 (hopper/, 2026), flash-attn-4 4.0.0b36
 and torch 2.15. Gradients come from ``out`` and the [H, T] log-sum-exp that are passed, as they do there.
 """
 
@@ -27,11 +27,15 @@ from torchtitan_cad.runtime.kernels.base import (
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 
 NAMES = {
+    2: "flash_attn.flash_attn_interface",
     3: "flash_attn_interface",
     4: "flash_attn.cute.interface",
 }
-CAPABILITIES = {3: (9, 0), 4: (10, 0)}
+CAPABILITIES = {2: (8, 0), 3: (9, 0), 4: (10, 0)}
 FORWARD = {
+    2: "_flash_attn_varlen_forward: q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale "
+    "causal window_size_left? window_size_right? softcap? alibi_slopes? return_softmax? block_table? leftpad_k? "
+    "seqused_k? zero_tensors?",
     3: "_flash_attn_forward: q k v k_new? v_new? qv? out_? cu_seqlens_q? cu_seqlens_k? cu_seqlens_k_new? seqused_q? "
     "seqused_k? max_seqlen_q? max_seqlen_k? page_table? kv_batch_idx? leftpad_k? rotary_cos? rotary_sin? "
     "seqlens_rotary? q_descale? k_descale? v_descale? softmax_scale? causal? window_size_left? window_size_right? "
@@ -41,6 +45,9 @@ FORWARD = {
     "num_splits? pack_gqa? return_lse? out? lse?",
 }
 BACKWARD = {
+    2: "_flash_attn_varlen_backward: dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q "
+    "max_seqlen_k dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
+    "deterministic rng_state? zero_tensors?",
     3: "_flash_attn_backward: dout q k v out softmax_lse cu_seqlens_q? cu_seqlens_k? sequed_q? sequed_k? "
     "max_seqlen_q? max_seqlen_k? dq? dk? dv? softmax_scale? is_causal? window_size_left? window_size_right? softcap? "
     "deterministic? sm_margin?",
@@ -48,10 +55,13 @@ BACKWARD = {
     "pack_gqa? cu_seqlens_q? cu_seqlens_k? max_seqlen_q? max_seqlen_k? deterministic? dq? dk? dv?",
 }
 """Name and parameters of each generation's functions; those with a question mark have defaults."""
+PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 FORWARD_OPTIONS = {
+    2: {**PLAIN, "return_softmax": False},
     3: {"pack_gqa": False},
     4: {"pack_gqa": False, "return_lse": True},
 }
+BACKWARD_OPTIONS: dict[int, dict[str, Any]] = {2: PLAIN, 3: {}, 4: {}}
 """Arguments that must be passed."""
 CUDNN_FORWARD = (
     "query key value cu_seq_q cu_seq_k max_q max_k is_causal? scale? window_size? enable_gqa? seqused_k? block_table? "
@@ -149,13 +159,14 @@ def attend_backward(
 
 def make_fake(generation: int, seen: Recorder) -> ModuleType:
     """The package of a generation."""
-    empty_lse = -torch.inf
+    empty_lse = torch.inf if generation == 2 else -torch.inf
 
     def forward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
         assert FORWARD_OPTIONS[generation].items() <= arguments.items()
         return *attend(arguments, seen, empty_lse), torch.empty(0), torch.empty(2)
 
     def backward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+        assert BACKWARD_OPTIONS[generation].items() <= arguments.items()
         seen.deterministic.append(arguments["deterministic"])
         grads = attend_backward(arguments, seen, empty_lse)
         if generation == 4:

@@ -19,9 +19,9 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 SHAPE = AttentionShape(4, 2, 64, 2)
-FA3, FA4 = (
+FA2, FA3, FA4 = (
     f"flash_attn, FlashAttention-{generation} ({NAMES[generation]})"
-    for generation in (3, 4)
+    for generation in (2, 3, 4)
 )
 
 
@@ -32,11 +32,12 @@ def modules(*generations: int) -> list[ModuleType]:
 @pytest.mark.parametrize(
     ("generations", "with_cudnn", "capability", "shape", "wanted"),
     [
-        ((3, 4), True, (9, 0), SHAPE, FA4),
-        ((3,), True, (9, 0), SHAPE, FA3),
-        ((3,), True, (10, 0), SHAPE, "cudnn"),
-        ((), True, (9, 0), SHAPE, "cudnn"),
-        ((), True, (9, 0), AttentionShape(4, 2, 64, 2, window=40), "varlen"),
+        ((2, 3, 4), True, (9, 0), SHAPE, FA4),
+        ((2, 3), True, (9, 0), SHAPE, FA3),
+        ((2, 3), True, (10, 0), SHAPE, "cudnn"),
+        ((2,), True, (9, 0), SHAPE, "cudnn"),
+        ((2,), True, (9, 0), AttentionShape(4, 2, 64, 2, window=40), FA2),
+        ((2,), False, (9, 0), SHAPE, FA2),
         ((3, 4), False, (9, 0), AttentionShape(4, 2, 16, 2), FA3),
         ((), False, (9, 0), SHAPE, "varlen"),
     ],
@@ -78,17 +79,18 @@ def test_a_kernel_that_fails_is_left_out(monkeypatch):
     ],
 )
 def test_flash_attention_2_on_a_device_for_more(monkeypatch, capability, remark):
-    install(monkeypatch, capability=capability)
+    install(monkeypatch, *modules(2), capability=capability)
     device = torch.device("cuda")
-    kernel = get_kernel("varlen", device, SHAPE)
-    said = select.slower_than_possible(kernel, device)
-    assert re.search(remark, str(said))
+    for name in ("varlen", "flash_attn"):
+        kernel = get_kernel(name, device, SHAPE)
+        said = select.slower_than_possible(kernel, device)
+        assert re.search(remark, str(said))
     assert select.slower_than_possible(CpuKernel(), device) is None
 
 
 def test_kernels_that_are_set(monkeypatch):
     """The newest package, and cuDNN where it can be used."""
-    install(monkeypatch, *modules(3, 4), capability=(9, 0), with_cudnn=True)
+    install(monkeypatch, *modules(2, 3, 4), capability=(9, 0), with_cudnn=True)
     assert str(get_kernel("flash_attn", "cuda", SHAPE)) == FA4
     assert get_kernel("cudnn", "cuda", SHAPE).squares_only
     install(monkeypatch, capability=(8, 0))
@@ -103,7 +105,7 @@ def test_kernels_that_are_set(monkeypatch):
 def choose(group: dist.ProcessGroup) -> list[str]:
     """What a rank takes and why, where ranks have other packages; and why it cannot take what is set."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        packages = modules(4) if group.rank() == 0 else modules(3)
+        packages = modules(2, 4) if group.rank() == 0 else modules(3)
         install(monkeypatch, *packages, capability=(9, 0), with_cudnn=True)
         kernel, reason = select.choose_kernel("auto", "cuda", SHAPE, group)
         with pytest.raises(ValueError, match="on rank ") as refused:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Kernels that call a library, on the CPU: stand-ins with the interfaces of FlashAttention-3 and 4 and of cuDNN."""
+"""Kernels that call a library, on the CPU: stand-ins with the interfaces of FlashAttention-2, 3 and 4 and of cuDNN."""
 
 import pytest
 import torch
@@ -181,7 +181,7 @@ def test_unsupported_inputs_are_refused(monkeypatch, name, dtype, dim):
 
 @pytest.mark.parametrize(
     ("capability", "generation"),
-    [((9, 0), 4), ((10, 0), 4), ((11, 0), 4)],
+    [((8, 6), 2), ((9, 0), 4), ((11, 0), 4), ((12, 0), 2)],
 )
 def test_the_package_fits_the_device(monkeypatch, capability, generation):
     install(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention on CUDA with the packages of FlashAttention-3 and 4, whichever is installed; torch has FlashAttention-2.
+"""Attention on CUDA with the packages of FlashAttention-2, 3 and 4, whichever is installed.
 
 It calls the functions behind the packages' autograd, which take the softmax statistics of a merged row. No other module
 of the runtime imports these packages.
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torchtitan_cad.runtime.kernels.fused import BackwardInputs, FusedKernel
 
 _MIN_BOUND = 512
 """rows: smallest bound on the length of tasks that is passed to the library. FlashAttention-4 compiles other variants
-for a single tile, and FlashAttention-3 has other code for a single row."""
+for a single tile, and FlashAttention-2 and 3 have another layout or other code for a single row."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Library:
     """One generation of FlashAttention, and the keyword arguments of its functions.
 
     Attributes:
-        generation: 3 or 4.
+        generation: 2, 3 or 4.
         module: the module of its functions.
         capabilities: major compute capabilities that it supports.
         forward, backward: names of the functions. The forward returns out [Tq, Hq, D], lse [Hq, Tq] and more.
-        forward_options: constant arguments.
+        forward_options, backward_options: constant arguments.
         lse, causal: the backward's names of these arguments.
         makes_gradients: True if the backward returns dq, dk and dv; otherwise it fills given tensors.
+        empty_lse: log-sum-exp of a row without keys.
         unequal: as ``FusedKernel.unequal``.
     """
 
@@ -41,15 +42,25 @@ class Library:
     forward: str
     backward: str
     forward_options: dict[str, Any]
+    backward_options: dict[str, Any] = field(default_factory=dict)
     lse: str = "softmax_lse"
     causal: str = "causal"
     makes_gradients: bool = False
+    empty_lse: float = -torch.inf
     unequal: tuple[range, range] = range(0), range(0)
 
     def __str__(self) -> str:
         return f"FlashAttention-{self.generation} ({self.module})"
 
 
+_PLAIN = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
+"""arguments without defaults in FlashAttention-2"""
 _UNPACKED = {"pack_gqa": False}
 """option: a tile never holds several query heads, so that tiles do not depend on lengths."""
 LIBRARIES = (
@@ -74,6 +85,16 @@ LIBRARIES = (
         causal="is_causal",
         unequal=(range(136, 193, 8), range(104, 129, 8)),
     ),
+    Library(
+        generation=2,
+        module="flash_attn.flash_attn_interface",
+        capabilities=(8, 9, 10, 11, 12),
+        forward="_flash_attn_varlen_forward",
+        backward="_flash_attn_varlen_backward",
+        forward_options={**_PLAIN, "return_softmax": False},
+        backward_options=_PLAIN,
+        empty_lse=torch.inf,
+    ),
 )
 """libraries that are looked for, the newest first"""
 
@@ -86,10 +107,10 @@ class FlashAttnKernel(FusedKernel):
     """
 
     name = "flash_attn"
-    empty_lse = -torch.inf
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self.library = library
+        self.empty_lse = library.empty_lse
         self.unequal = library.unequal
         major, minor = torch.cuda.get_device_capability(device)
         if major not in library.capabilities:
@@ -126,6 +147,7 @@ class FlashAttnKernel(FusedKernel):
         library = self.library
         arguments = {
             **inputs._asdict(),
+            **library.backward_options,
             **_call_arguments(call),
             library.causal: call.causal,
             "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -43,7 +43,7 @@ def get_kernel(
 
     Args:
         name: one of ``KERNELS``. "auto" is "cpu" on CPU. On CUDA it is the first that can run of FlashAttention-4 and
-            3, cuDNN, and torch's FlashAttention-2; "flash_attn" is the first of its packages.
+            3, cuDNN, and FlashAttention-2 of its own package and of torch; "flash_attn" is the first of its packages.
         device: device of the model's tensors.
         shape: heads of a rank and their size, which the kernel must take in bf16.
         group: gloo group of ranks that choose together and must all call.
@@ -85,7 +85,7 @@ def choose_kernel(
 
 def slower_than_possible(kernel: AttentionKernel, device: torch.device) -> str | None:
     """Return what to install if ``kernel`` is FlashAttention-2 on a device with faster libraries; otherwise None."""
-    if kernel.name != VarlenKernel.name:
+    if "FlashAttention-2" not in f"{kernel}, {getattr(kernel, 'library', None)}":
         return None
     major, minor = torch.cuda.get_device_capability(device)
     if major not in (9, 10):
@@ -139,10 +139,14 @@ def _launch(
 
 def _makers(device: torch.device) -> list[tuple[str, Callable[[], AttentionKernel]]]:
     """Return the name and the constructor of every CUDA kernel, the preferred first."""
-    packages = [partial(FlashAttnKernel, library, device) for library in LIBRARIES]
+    version_4, version_3, version_2 = (
+        partial(FlashAttnKernel, library, device) for library in LIBRARIES
+    )
     return [
-        *(("flash_attn", package) for package in packages),
+        ("flash_attn", version_4),
+        ("flash_attn", version_3),
         ("cudnn", partial(CudnnKernel, device)),
+        ("flash_attn", version_2),
         ("varlen", VarlenKernel),
     ]
 
