@@ -31,12 +31,10 @@ from torchtitan_cad.planning import (
     place_and_plan,
     plan_step,
 )
-from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.kind import (
     AttentionKind,
     attention_work,
 )
-from torchtitan_cad.planning.model.tasks import make_tasks
 
 
 def kind_of(block: int | None, window: int | None, layers: int = 1) -> AttentionKind:
@@ -143,26 +141,6 @@ def test_windows_move_their_keys_alone(case, window):
     placed = place_and_plan(layout, kind.shape, case.config)
     step = plan_step([[layout]], [kind], case.config, TIMES, place=False)
     assert [placed.fingerprint()] == fingerprints(step) == [plan.fingerprint()]
-
-
-@given(
-    start=st.integers(0, 300),
-    length=st.integers(1, 300),
-    window=st.integers(1, 300),
-    tile=st.sampled_from([1, 7]),
-)
-def test_windows_cost_the_tiles_that_they_touch(start, length, window, tile):
-    end = start + length
-    first = max(0, start - window + 1)
-    cost = TileAreaCost(tile, window)
-    touched = 0
-    for row in range(start // tile, -(-end // tile)):
-        first_seen = max(first, row * tile - window + 1)
-        touched += row - first_seen // tile + 1
-    task = make_tasks([0], start, end, first, end, 0)
-    assert cost.cost(task).tolist() == [touched]
-    whole = cost.cost(make_tasks([0], 0, end, 0, end, 0))
-    assert cost.prefix_cost(end)[-1] == whole[0]
 
 
 def test_mistakes_in_kinds_are_named():

@@ -1,37 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows distributed anew over ranks and microbatches, and the order of a pipeline's microbatches."""
+"""Rows distributed anew over ranks and microbatches."""
 
 import numpy as np
 import pytest
 
-from torchtitan_cad.planning.pipeline.one_f_one_b import (
-    best_order,
-    in_stages,
-    ramps,
-)
 from torchtitan_cad.tools.simulation.row_orders import equal_work, row_orders
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (4, 9)])
-def test_a_pipeline_likes_its_heavy_microbatches_together(stages, microbatches):
-    assert in_stages(np.ones(microbatches), stages, 2.0) == pytest.approx(
-        3 * (microbatches + stages - 1)
-    )
-    work = np.random.default_rng(stages).lognormal(size=microbatches)
-    order = best_order(work, stages, 0.3)
-    assert sorted(order) == list(range(microbatches))
-    as_is = in_stages(work, stages, 0.3)
-    ordered = in_stages(work[order], stages, 0.3)
-    assert ordered <= as_is
-
-
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_a_pipeline_fills_and_drains_sooner_with_light_ends(stages):
-    microbatches = 2 * stages
-    ramp = ramps(microbatches, stages)
-    assert ramp.sum() == pytest.approx(microbatches)
-    equal = in_stages(np.ones(microbatches), stages, 1.0)
-    assert in_stages((1 + ramp) / 2, stages, 1.0) < 0.98 * equal
 
 
 @pytest.mark.parametrize(
