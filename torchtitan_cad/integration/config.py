@@ -77,8 +77,8 @@ class Cad:
     kernel: str = "auto"
     """
     Attention kernel: "varlen" is PyTorch's built-in FlashAttention-2 (CUDA), "flash_attn" FlashAttention-4, 3 or 2
-    as installed and made for the GPU, "cudnn" what stock torch 2.15 takes on Hopper and Blackwell, "cpu" an exact kernel
-    for CPU ranks. "auto": on CUDA the first that is installed, made for the GPU and takes the model's heads:
+    as installed and made for the GPU, "cudnn" what stock torch 2.15 takes on Hopper and Blackwell, "cpu" an exact
+    kernel for CPU ranks. "auto": on CUDA the first that is installed, made for the GPU and takes the model's heads:
     FlashAttention-4, FlashAttention-3, cudnn, FlashAttention-2, varlen.
     """
 

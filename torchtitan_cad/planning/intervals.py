@@ -137,31 +137,6 @@ def end_to_end(
     return source, used[cell], start, end
 
 
-Intervals = tuple[IntArray, IntArray, IntArray]
-"""(group, start, end) of intervals, all int64 [n]."""
-
-
-def covered(intervals: Intervals, by: Intervals) -> IntArray:
-    """Return int64 [n]: positions of each interval that intervals ``by`` of its group cover, with multiplicity.
-
-    The product of groups and positions fits in int64.
-    """
-    group, start, end = intervals
-    by_group, by_start, by_end = by
-    last = max(end.max(initial=0), by_end.max(initial=0))
-    span = int(last) + 1
-    total = np.zeros(len(group), dtype=np.int64)
-    # Before p, ``by`` covers the sum of p - start over intervals that begin before p, less the sum of p - end over
-    # intervals that end before p; intervals of lower groups are in both sums and cancel out.
-    for edge, sign in ((by_start, 1), (by_end, -1)):
-        key = np.sort(by_group * span + edge)
-        sums = exclusive_cumsum(key % span)
-        for position, factor in ((end, sign), (start, -sign)):
-            count = np.searchsorted(key, group * span + position)
-            total += factor * (count * position - sums[count])
-    return total
-
-
 def sum_by_index(index: IntArray, values: IntArray, size: int) -> IntArray:
     """Return int64 [size]: exact sums of ``values`` per index."""
     totals = np.zeros(size, dtype=np.int64)

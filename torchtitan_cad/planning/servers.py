@@ -17,7 +17,6 @@ from torchtitan_cad.planning.intervals import (
     BoolArray,
     IntArray,
     begins_group,
-    covered,
     split_at,
 )
 from torchtitan_cad.planning.model.tasks import (
@@ -145,6 +144,10 @@ class _Parts:
         tasks["q_start"] = start[order]
         tasks["q_end"] = end[order]
         tasks["kv_end"] = np.where(is_causal, tasks["q_end"], tasks["kv_end"])
+        doc = tasks["doc"]
+        server = tasks["server"]
+        home_of_queries = plan.layout.home_of(doc, tasks["q_start"], tasks["q_end"])
+        home_of_keys = plan.layout.home_of(doc, tasks["kv_start"], tasks["kv_end"])
         num_queries = tasks["q_end"] - tasks["q_start"]
         num_keys = tasks["kv_end"] - tasks["kv_start"]
         return cls(
@@ -153,7 +156,7 @@ class _Parts:
             cost=plan.cost.cost(tasks),
             query_bytes=plan.shape.query_bytes * num_queries,
             key_bytes=plan.shape.kv_bytes * num_keys,
-            is_local=_lies_at_home(plan, tasks),
+            is_local=(home_of_queries == server) & (home_of_keys == server),
             loads=plan.stats.loads,
         )
 
@@ -202,20 +205,3 @@ def _joined(parts: TaskArray, index: IntArray) -> tuple[TaskArray, IntArray]:
     rank, number = np.divmod(tasks["server"], count)
     tasks["server"] = rank
     return tasks, number - 1
-
-
-def _lies_at_home(plan: Plan, tasks: TaskArray) -> BoolArray:
-    """Return [n] whether the server of a task is the home of all its queries and keys."""
-    layout = plan.layout
-    ranks = layout.num_ranks
-    held = (
-        layout.doc_index(layout.seg_doc) * ranks + layout.seg_rank,
-        layout.seg_start,
-        layout.seg_start + layout.seg_length,
-    )
-    group = layout.doc_index(tasks["doc"]) * ranks + tasks["server"]
-    lies_at_home = np.ones(len(tasks), dtype=bool)
-    for start, end in (("q_start", "q_end"), ("kv_start", "kv_end")):
-        rows = (group, tasks[start], tasks[end])
-        lies_at_home &= covered(rows, held) == tasks[end] - tasks[start]
-    return lies_at_home

@@ -13,7 +13,7 @@ import numpy as np
 from torchtitan_cad.planning.bound import lower_bound
 from torchtitan_cad.planning.exchange.needs import RowNeeds
 from torchtitan_cad.planning.exchange.traffic import measure_traffic, node_of_ranks
-from torchtitan_cad.planning.intervals import IntArray, begins_group
+from torchtitan_cad.planning.intervals import IntArray
 from torchtitan_cad.planning.model.config import PlannerConfig
 from torchtitan_cad.planning.model.cost import TileAreaCost
 from torchtitan_cad.planning.model.layout import TokenLayout
@@ -146,12 +146,5 @@ def _lower_bound(
 
 def _tasks_moved(layout: TokenLayout, tasks: TaskArray) -> int:
     """Tasks with a query whose home is not the task's server."""
-    if len(tasks) == 0:
-        return 0
-    base = layout.doc_offsets[layout.doc_index(tasks["doc"])]
-    first = np.searchsorted(layout.run_start, base + tasks["q_start"], side="right") - 1
-    stop = np.searchsorted(layout.run_start, base + tasks["q_end"], side="left")
-    # The number of changes of home up to a run is equal at both ends of a task with one home.
-    changes = np.cumsum(begins_group(layout.run_rank))
-    one_home = changes[stop - 1] == changes[first]
-    return int((~one_home | (layout.run_rank[first] != tasks["server"])).sum())
+    home = layout.home_of(tasks["doc"], tasks["q_start"], tasks["q_end"])
+    return int((home != tasks["server"]).sum())

@@ -252,6 +252,17 @@ class TokenLayout:
         """Return the global position of ``position`` in document ``doc``, both [n]; a document's end is valid, too."""
         return self.doc_offsets[self.doc_index(doc)] + position
 
+    def home_of(self, doc: IntArray, start: IntArray, end: IntArray) -> IntArray:
+        """Return [n] the rank that holds tokens [start, end) of document ``doc``, -1 if several do; none is empty."""
+        begin = self.global_position(doc, start)
+        stop = self.global_position(doc, end)
+        first = np.searchsorted(self.run_start, begin, side="right") - 1
+        last = np.searchsorted(self.run_start, stop, side="left") - 1
+        # The number of changes of home up to a run is equal at both ends of a range with one home.
+        changes = np.cumsum(begins_group(self.run_rank))
+        has_one = changes[first] == changes[last]
+        return np.where(has_one, self.run_rank[first], -1)
+
     def segments(self) -> list[list[Segment]]:
         """Return one list of (document, start, length) per rank, as :meth:`from_segments` takes them."""
         ranks: list[list[Segment]] = [[] for _ in range(self.num_ranks)]
