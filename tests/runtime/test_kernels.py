@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.lib.fake_flash_attn import install
 from tests.lib.kernels_reference import (
     assert_results_as_exact,
     attend,
@@ -70,21 +69,13 @@ def test_any_call_is_as_exact_as_a_dense_one(tasks, heads, dims, dtype, causal, 
 
 @pytest.mark.parametrize("num_q", [1, 16, 200])
 def test_one_key(num_q):
-    """All queries take its value; dq and dk are differences of two equal products, and their error that of these."""
-    dim, scale = 64, 0.125
-    call = VarlenArgs.from_numpy([0, num_q], [0, 1], causal=False, scale=scale)
-    q, k, v, dout = random_qkv(num_q, 1, (1, 1), dim, torch.float32)
-    out, lse, dq, dk, dv = attend(KERNEL, q, k, v, dout, call)
-    eps = torch.finfo(torch.float32).eps
-    assert torch.allclose(out, v.expand_as(out), rtol=4 * eps, atol=0)
-    assert torch.allclose(
-        lse, scale * (q * k).sum(-1), rtol=0, atol=dim * eps * (q * k).abs().sum()
-    )
-    # A sum of n terms errs at most by n roundings of the sum of their sizes.
-    error = scale * 2 * (dim + 4) * eps * (dout * v).abs().sum(-1, keepdim=True)
-    assert (dq.abs() <= error * k.abs()).all()
-    assert (dk.abs() <= (error * q.abs()).sum(0)).all()
-    assert ((dv - dout.sum(0)).abs() <= 2 * num_q * eps * dout.abs().sum(0)).all()
+    """dq and dk are differences of two equal products, and their error that of these: sums of fewer than 200 x 64."""
+    call = VarlenArgs.from_numpy([0, num_q], [0, 1], causal=False, scale=0.125)
+    rows = random_qkv(num_q, 1, (1, 1), 64, torch.float64)
+    results = attend(KERNEL, *rows, call)
+    error = 200 * 64 * torch.finfo(torch.float64).eps
+    for result, exact in zip(results, dense_in_fp64(*rows, call), strict=True):
+        assert torch.allclose(result, exact, rtol=0, atol=error)
 
 
 def test_a_call_without_queries():
@@ -122,26 +113,9 @@ def test_merge_does_not_overflow():
 # The choice of a kernel -----------------------------------------------------------------------------------------------
 
 
-def test_get_kernel(monkeypatch):
-    install(monkeypatch, capability=(8, 0))
-    assert (
-        get_kernel("auto", "cpu").name
-        == get_kernel("cpu", torch.device("cpu")).name
-        == "cpu"
-    )
-    assert (
-        get_kernel("auto", "cuda").name
-        == get_kernel("varlen", torch.device("cuda", 0)).name
-        == "varlen"
-    )
-    wrong = {
-        "varlen": "cpu",
-        "cpu": "cuda",
-        "auto": "mps",
-        "flash_attn": "cuda",
-        "cudnn": "cuda",
-        "fast": "cpu",
-    }
+def test_get_kernel():
+    assert {get_kernel(name, "cpu").name for name in ("auto", "cpu")} == {"cpu"}
+    wrong = {"varlen": "cpu", "cpu": "cuda", "auto": "mps", "fast": "cpu"}
     for name, device in wrong.items():
         with refusal("cad.kernel", name):
             get_kernel(name, device)
