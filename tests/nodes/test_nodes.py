@@ -20,49 +20,49 @@ pytestmark = pytest.mark.skipif(
 
 PP = "--parallelism.pipeline_parallel_degree=2"
 NEAR_AND_FAR = "--cad.transport=symm_mem"
-COMPOSITIONS: dict[str, tuple[int, int, list[str]]] = {
-    "fsdp": (2, 1, []),
-    "by time": (2, 1, ["--cad.tolerance=auto"]),
-    "placed": (2, 1, ["--cad.placement=balanced", "--cad.ranks_per_node=1"]),
-    "cp": (2, 1, ["--parallelism.context_parallel_degree=2"]),
-    "pp": (2, 1, [PP, "--parallelism.pipeline_parallel_schedule=1F1B"]),
-    "ticks": (2, 1, [PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"]),
-    "tp in nodes": (2, 2, ["--parallelism.tensor_parallel_degree=2"]),
+COMPOSITIONS = {
+    "fsdp": (2, 1, ""),
+    "by time": (2, 1, "--cad.tolerance=auto"),
+    "placed": (2, 1, "--cad.placement=balanced --cad.ranks_per_node=1"),
+    "cp": (2, 1, "--parallelism.context_parallel_degree=2"),
+    "pp": (2, 1, f"{PP} --parallelism.pipeline_parallel_schedule=1F1B"),
+    "ticks": (2, 1, f"{PP} --parallelism.pipeline_parallel_schedule=CAD1F1B"),
+    "tp in nodes": (2, 2, "--parallelism.tensor_parallel_degree=2"),
     "two ranks a node": (
         2,
         2,
-        ["--cad.ranks_per_node=2", "--cad.nano_batches=2", "--cad.placement=auto"],
+        "--cad.ranks_per_node=2 --cad.nano_batches=2 --cad.placement=auto",
     ),
-    "four nodes": (4, 1, ["--cad.placement=balanced"]),
-    "memory and messages": (2, 2, [NEAR_AND_FAR, "--cad.placement=auto"]),
+    "four nodes": (4, 1, "--cad.placement=balanced"),
+    "memory and messages": (2, 2, f"{NEAR_AND_FAR} --cad.placement=auto"),
     "memory and messages, halves": (
         2,
         2,
-        [NEAR_AND_FAR, "--cad.nano_batches=2", "--cad.backward=keep"],
+        f"{NEAR_AND_FAR} --cad.nano_batches=2 --cad.backward=keep",
     ),
     "memory and messages, chunks": (
         2,
         2,
-        [NEAR_AND_FAR, "--cad.receive_buffer_gb=2e-4", "--cad.ranks_per_node=2"],
+        f"{NEAR_AND_FAR} --cad.receive_buffer_gb=2e-4 --cad.ranks_per_node=2",
     ),
     "memory and messages, cp": (
         2,
         2,
-        [NEAR_AND_FAR, "--parallelism.context_parallel_degree=4"],
+        f"{NEAR_AND_FAR} --parallelism.context_parallel_degree=4",
     ),
     "memory and messages, pp": (
         2,
         2,
-        [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=1F1B"],
+        f"{NEAR_AND_FAR} {PP} --parallelism.pipeline_parallel_schedule=1F1B",
     ),
     "memory and messages, ticks": (
         2,
         2,
-        [NEAR_AND_FAR, PP, "--parallelism.pipeline_parallel_schedule=CAD1F1B"],
+        f"{NEAR_AND_FAR} {PP} --parallelism.pipeline_parallel_schedule=CAD1F1B",
     ),
-    "messages": (4, 1, [NEAR_AND_FAR]),
+    "messages": (4, 1, NEAR_AND_FAR),
 }
-"""Nodes, ranks on each, and options."""
+"""Nodes, ranks on each, and options as on a command line."""
 STEPS = 3
 TIMEOUT_S = 250
 
@@ -91,7 +91,7 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_nodes_train_like_one_machine(name, tmp_path):
     nodes, ranks, options = COMPOSITIONS[name]
-    args = [f"--training.steps={STEPS}", *options]
+    args = [f"--training.steps={STEPS}", *options.split()]
     expected = on_one_machine(nodes * ranks, args)
     assert len(expected) == STEPS
     assert train(nodes, ranks, args, tmp_path) == pytest.approx(expected, rel=1e-5)
