@@ -9,7 +9,6 @@ import numpy as np
 from tests.lib.plans import written_plan
 from tests.lib.shapes import rank_positions
 from torchtitan_cad.planning import Plan, TokenLayout
-from torchtitan_cad.planning.exchange.tables import RowExchange
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 Token = tuple[int, int]
@@ -67,90 +66,6 @@ def local_tokens(layout: TokenLayout, *, queries: bool = False) -> list[list[Tok
             if is_query or not queries:
                 ranks[rank] += [(doc, start + i) for i in range(length)]
     return ranks
-
-
-def run_exchange(
-    local: list[list[Token]], exchanges: list[RowExchange]
-) -> tuple[list[list[Token]], np.ndarray]:
-    """All-to-all of tokens by the tables: (row space of every rank, rows [sender, receiver])."""
-    num_ranks = len(local)
-    volume = np.zeros((num_ranks, num_ranks), dtype=int)
-    mailbox: dict[tuple[int, int], list[Token]] = {}
-    for sender, exchange in enumerate(exchanges):
-        rows = exchange.send_rows.tolist()
-        for receiver, count in enumerate(exchange.send_counts.tolist()):
-            mailbox[sender, receiver] = [local[sender][row] for row in rows[:count]]
-            volume[sender, receiver] = count
-            rows = rows[count:]
-        assert not rows
-    spaces = []
-    for receiver, exchange in enumerate(exchanges):
-        space = list(local[receiver])
-        for sender, count in enumerate(exchange.recv_counts.tolist()):
-            assert len(mailbox[sender, receiver]) == count
-            space += mailbox[sender, receiver]
-        spaces.append(space)
-    return spaces, volume
-
-
-def token_range(task: np.ndarray, start: str, end: str) -> list[Token]:
-    return [(task["doc"], position) for position in range(task[start], task[end])]
-
-
-def check_exchanges(plan: Plan) -> None:
-    """Carry out the exchange token by token; assert calls read the rows the tasks name and bytes are as stated."""
-    ranks = range(plan.layout.num_ranks)
-    exchanges = [plan.exchange(rank) for rank in ranks]
-    local = local_tokens(plan.layout)
-    local_queries = local_tokens(plan.layout, queries=True)
-    q_spaces, q_volume = run_exchange(local_queries, [e.queries for e in exchanges])
-    kv_spaces, kv_volume = run_exchange(local, [e.keys for e in exchanges])
-    node = np.arange(len(ranks)) // 2
-    for needs, sent in ((plan.query_needs, q_volume), (plan.key_needs, kv_volume)):
-        between = np.where(node[:, None] != node, sent, 0)
-        for found, rows in (
-            (needs.rows, sent),
-            (needs.rows_between(node), between),
-        ):
-            np.testing.assert_equal(found, (rows.sum(axis=0), rows.sum(axis=1)))
-    moved = 0
-    for rank, exchange in enumerate(exchanges):
-        tasks = plan.tasks[plan.tasks["server"] == rank]
-        diagonal = tasks["kv_end"] == tasks["q_end"]
-        needed_queries = set[Token]()
-        needed_keys = set[Token]()
-        for call, expected in (
-            (exchange.causal, tasks[diagonal]),
-            (exchange.full, tasks[~diagonal]),
-        ):
-            assert call.q_start.tolist() == expected["q_start"].tolist()
-            assert call.kv_start.tolist() == expected["kv_start"].tolist()
-            for i, task in enumerate(expected):
-                queries = token_range(task, "q_start", "q_end")
-                keys = token_range(task, "kv_start", "kv_end")
-                q_rows = call.q_rows[call.cu_q[i] : call.cu_q[i + 1]]
-                kv_rows = call.kv_rows[call.cu_k[i] : call.cu_k[i + 1]]
-                assert [q_spaces[rank][row] for row in q_rows] == queries
-                assert [kv_spaces[rank][row] for row in kv_rows] == keys
-                moved += not set(queries) <= set(local_queries[rank])
-                needed_queries |= set(queries)
-                needed_keys |= set(keys)
-            assert call.max_q == np.diff(call.cu_q).max(initial=0)
-            assert call.max_k == np.diff(call.cu_k).max(initial=0)
-        for space, held, needed in (
-            (q_spaces[rank], local_queries[rank], needed_queries),
-            (kv_spaces[rank], local[rank], needed_keys),
-        ):
-            # Every row once, only what is needed, and nothing that is here already.
-            assert sorted(space[len(held) :]) == sorted(needed - set(held))
-    volume = q_volume * plan.shape.query_bytes + kv_volume * plan.shape.kv_bytes
-    stats = plan.stats
-    assert (stats.tasks_moved, stats.total_bytes) == (moved, volume.sum())
-    assert stats.query_rows_moved == q_volume.sum()
-    assert stats.kv_rows_moved == kv_volume.sum()
-    assert stats.bytes_in.tolist() == volume.sum(axis=0).tolist()
-    assert stats.bytes_out.tolist() == volume.sum(axis=1).tolist()
-    assert stats.max_rank_bytes == max(stats.bytes_in.max(), stats.bytes_out.max())
 
 
 def check_guarantee(plan: Plan, home: Plan) -> None:

@@ -56,7 +56,15 @@ def validate_exchanges(
         is_own = tasks["server"] == rank
         own = tasks[is_own & (joined == HOME)]
         spaces = q_spaces[rank], kv_spaces[rank]
-        _check_calls(layout, (exchange.causal, exchange.full), own, spaces)
+        calls = exchange.causal, exchange.full
+        _check_calls(layout, calls, own, spaces)
+        for space, at_home, name in zip(
+            spaces, (queries[rank], keys[rank]), ("q_rows", "kv_rows"), strict=True
+        ):
+            used = np.concatenate([getattr(call, name) for call in calls])
+            received = np.arange(len(at_home), len(space))
+            assert np.isin(received, used).all(), "rows that no task needs"
+            assert len(np.unique(space)) == len(space), "rows that are here already"
         called = {server for server, *_ in exchange.stand_ins}
         assert called == {*joined[is_own].tolist()} - {HOME}
         for server, _, *calls in exchange.stand_ins:
@@ -117,14 +125,42 @@ def _check_calls(
 
 
 def check_stats(plan: Plan) -> None:
-    """Check the byte and task counts of the statistics."""
+    """Check the rows, bytes and tasks of the statistics against the tables of all ranks."""
     stats = plan.stats
-    shape = plan.shape
-    queries = plan.query_needs
-    keys = plan.key_needs
-    bytes_in = queries.rows_in * shape.query_bytes + keys.rows_in * shape.kv_bytes
-    bytes_out = queries.rows_out * shape.query_bytes + keys.rows_out * shape.kv_bytes
-    np.testing.assert_array_equal(stats.bytes_in, bytes_in)
-    np.testing.assert_array_equal(stats.bytes_out, bytes_out)
+    exchanges = [plan.exchange(rank) for rank in range(plan.layout.num_ranks)]
+    ranks = np.arange(len(exchanges))
+    node = ranks // (plan.config.ranks_per_node or 2)
+    is_far = node[:, None] != node
+    volume = np.zeros(is_far.shape, dtype=int)
+    for kind, needs, row_bytes, moved in (
+        ("queries", plan.query_needs, plan.shape.query_bytes, stats.query_rows_moved),
+        ("keys", plan.key_needs, plan.shape.kv_bytes, stats.kv_rows_moved),
+    ):
+        sent = np.array([getattr(exchange, kind).send_counts for exchange in exchanges])
+        between = sent * is_far
+        for found, rows in (
+            (needs.rows, sent),
+            (needs.rows_between(node), between),
+        ):
+            np.testing.assert_equal(found, (rows.sum(axis=0), rows.sum(axis=1)))
+        assert moved == sent.sum()
+        volume += sent * row_bytes
+    bytes_in = volume.sum(axis=0)
+    bytes_out = volume.sum(axis=1)
+    np.testing.assert_equal(stats.bytes_in, bytes_in)
+    np.testing.assert_equal(stats.bytes_out, bytes_out)
     assert stats.total_bytes == bytes_in.sum()
+    assert stats.max_rank_bytes == max(bytes_in.max(), bytes_out.max())
+    far = volume * is_far if plan.config.ranks_per_node else 0 * volume
+    assert stats.inter_node_bytes == far.sum()
+    most = max(far.sum(axis=0).max(), far.sum(axis=1).max())
+    assert stats.max_rank_inter_node_bytes == most
     assert stats.num_tasks == len(plan.tasks)
+    if plan.stand_ins is None:
+        moved_tasks = 0
+        for exchange in exchanges:
+            for call in (exchange.causal, exchange.full):
+                task = np.repeat(np.arange(call.num_tasks), call.q_length)
+                is_remote = call.q_rows >= exchange.queries.num_local
+                moved_tasks += len(np.unique(task[is_remote]))
+        assert stats.tasks_moved == moved_tasks
