@@ -4,14 +4,14 @@
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from io import FileIO
 
 import torch
 from torch import Tensor
 
-from torchtitan_cad.runtime.packing import Message
+from torchtitan_cad.runtime.packing import Message, RowFormat
 from torchtitan_cad.runtime.transport import build
 from torchtitan_cad.runtime.transport.base import NearRanks, Peers, Routes, gather
 
@@ -79,26 +79,10 @@ class CpuMemory:
         word: int,
         number: int,
     ) -> None:
-        for (tensors, row_format), route, begin in zip(
-            messages, routes, begins, strict=True
+        for tensors, row_format, rows, arrival in arrivals(
+            messages, routes, begins, self.buffers
         ):
-            row_bytes = row_format.row_bytes
-            first = 0
-            for peer, count in enumerate(route.send_counts):
-                if not count:
-                    continue
-                last = first + count
-                at = begin + route.put_offsets[peer] * row_bytes
-                arrival = self.buffers[peer][at : at + count * row_bytes].view(
-                    count, row_bytes
-                )
-                if route.rows is None:
-                    row_format.pack(
-                        [tensor[first:last] for tensor in tensors], out=arrival
-                    )
-                else:
-                    row_format.pack(tensors, route.rows[first:last], out=arrival)
-                first = last
+            row_format.pack([tensor[rows] for tensor in tensors], out=arrival)
         self.post(routes.receivers, word, number)
 
     def post(self, peers: Peers, word: int, number: int) -> None:
@@ -123,6 +107,29 @@ class CpuMemory:
 
     def overdue(self) -> None:
         return None
+
+
+def arrivals(
+    messages: Sequence[Message],
+    routes: Routes,
+    begins: Sequence[int],
+    buffers: Mapping[int, Tensor] | Sequence[Tensor],
+) -> Iterator[tuple[Sequence[Tensor], RowFormat, Tensor | slice, Tensor]]:
+    """For every peer that is sent rows: the message, its row format, which rows, and where in ``buffers`` they go."""
+    for (tensors, row_format), route, begin in zip(
+        messages, routes, begins, strict=True
+    ):
+        row_bytes = row_format.row_bytes
+        last = 0
+        for peer, count in enumerate(route.send_counts):
+            first = last
+            last += count
+            if count:
+                at = begin + route.put_offsets[peer] * row_bytes
+                arrival = buffers[peer][at : at + count * row_bytes]
+                sent = slice(first, last)
+                rows = sent if route.rows is None else route.rows[sent]
+                yield tensors, row_format, rows, arrival.view(count, row_bytes)
 
 
 def order_accesses() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.lib.workloads import Ranks, contiguous
 from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 
 
@@ -45,44 +46,24 @@ class Case:
         )
 
 
-def shape_of(heads: tuple[int, int], head_dim: int = 128) -> AttentionShape:
+def shape_of(heads: tuple[int, int]) -> AttentionShape:
     """``heads``: of queries and of keys."""
-    return AttentionShape(*heads, head_dim, dtype_bytes=2)
+    return AttentionShape(*heads, 128, dtype_bytes=2)
 
 
 LLAMA = shape_of((32, 8))
 shapes = st.sampled_from([(32, 8), (64, 8), (8, 8), (1, 1)]).map(shape_of)
 
-Ranks = list[list[tuple[int, int, int]]]
-
 
 def lengths_summing_to(
-    rng: np.random.Generator, total: int, typical: float, spread: float = 1.3
+    rng: np.random.Generator, total: int, typical: float
 ) -> list[int]:
     """Lognormal document lengths with the given sum."""
     lengths: list[int] = []
     while total > 0:
-        lengths.append(min(total, max(1, int(rng.lognormal(np.log(typical), spread)))))
+        lengths.append(min(total, max(1, int(rng.lognormal(np.log(typical), 1.3)))))
         total -= lengths[-1]
     return lengths
-
-
-def contiguous(lengths: list[int], capacity: list[int], first_id: int = 0) -> Ranks:
-    """Documents laid end to end over ranks of the given capacity, spanning them where they must."""
-    ranks: Ranks = [[] for _ in capacity]
-    rank = 0
-    free = capacity[0]
-    for doc, length in enumerate(lengths, first_id):
-        start = 0
-        while start < length:
-            while free == 0:
-                rank += 1
-                free = capacity[rank]
-            part = min(length - start, free)
-            ranks[rank].append((doc, start, part))
-            start = start + part
-            free = free - part
-    return ranks
 
 
 def _packed(rng, num_ranks, tokens, min_shard):

@@ -16,17 +16,6 @@ slow = pytest.mark.slow
 """For what the short set leaves out, and for what takes longer than a minute."""
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
-every_config = pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(
-            path,
-            id=path.stem,
-            marks=matrix if path.stem == "llama3_8b" else pytest.mark.slow,
-        )
-        for path in sorted(CONFIGS.iterdir())
-    ],
-)
 
 
 def params(values: Iterable[Any], short: Collection[Any]) -> list[Any]:

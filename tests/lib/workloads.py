@@ -90,15 +90,27 @@ def workload_layout(
 
 def spanning_layout(lengths: list[int], num_ranks: int) -> TokenLayout:
     """Documents laid end to end over ranks of equal size: they span ranks where they must."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    room = -(-int(ends[-1]) // num_ranks)
-    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    for doc, (start, end) in enumerate(
-        zip(starts.tolist(), ends.tolist(), strict=True)
-    ):
-        for rank in range(start // room, -(-end // room)):
-            a = max(start, rank * room)
-            b = min(end, (rank + 1) * room)
-            segments[rank].append((doc, a - start, b - a))
-    return TokenLayout.from_segments(segments)
+    room = -(-sum(lengths) // num_ranks)
+    return TokenLayout.from_segments(contiguous(lengths, [room] * num_ranks))
+
+
+Ranks = list[list[tuple[int, int, int]]]
+"""Per rank, its segments: document, position and length."""
+
+
+def contiguous(lengths: list[int], capacity: list[int]) -> Ranks:
+    """Documents laid end to end over ranks of the given capacity, spanning them where they must."""
+    ranks: Ranks = [[] for _ in capacity]
+    rank = 0
+    free = capacity[0]
+    for doc, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            while free == 0:
+                rank += 1
+                free = capacity[rank]
+            part = min(length - start, free)
+            ranks[rank].append((doc, start, part))
+            start += part
+            free -= part
+    return ranks

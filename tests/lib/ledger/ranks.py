@@ -3,10 +3,12 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.lib.cpu_memory import arrivals
 from tests.lib.threaded import (
     TIMEOUT_S,
     Started,
@@ -18,8 +20,8 @@ from tests.lib.threaded import (
 )
 from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.packing import Message, RowFormat
-from torchtitan_cad.runtime.transport.base import Peers, Route, Routes
+from torchtitan_cad.runtime.packing import Message
+from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRanks
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
@@ -51,18 +53,10 @@ class OneKernel(CpuKernel):
         )
         name = "delta" if merged.out is None else "out"
 
-        def run(
-            dout: Tensor,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            lse: Tensor,
-            rest: Tensor,
-            call: VarlenArgs,
-        ) -> tuple:
-            return CpuKernel.backward(
-                self, dout, q, k, v, Merged(lse, **{name: rest}), call
-            )
+        def run(*arguments: Any) -> tuple:
+            *rows, lse, rest, call = arguments
+            merged = Merged(lse, **{name: rest})
+            return CpuKernel.backward(self, *rows, merged, call)
 
         return self._launch(
             run, [dout, q, k, v, merged.lse, getattr(merged, name)], call, results
@@ -128,31 +122,18 @@ class LedgerMemory(DeviceMemory):
         word: int,
         number: int,
     ) -> None:
-        for message, route, begin in zip(messages, routes, begins, strict=True):
-            self._write(*message, route, begin)
-        self.post(routes.receivers, word, number)
-
-    def _write(
-        self, parts: Sequence[Tensor], row_format: RowFormat, route: Route, begin: int
-    ) -> None:
         ledger = torch.ops.ledger
-        row_bytes = row_format.row_bytes
-        first = 0
-        rows = route.rows
-        for peer in range(len(self._buffers)):
-            last = first + route.send_counts[peer]
-            at = begin + route.put_offsets[peer] * row_bytes
-            arrival = self._buffers[peer][at : at + (last - first) * row_bytes].view(
-                last - first, row_bytes
-            )
-            chosen = [] if rows is None else [rows[first:last]]
+        for parts, row_format, rows, arrival in arrivals(
+            messages, routes, begins, self._buffers
+        ):
+            chosen = [rows] if isinstance(rows, Tensor) else []
             ledger.use([*parts, *chosen], [arrival], "put kernel")
-            index = slice(first, last) if rows is None else ledger.on_host(*chosen)
+            index = ledger.on_host(rows) if chosen else rows
             row_format.pack(
                 [ledger.on_host(part)[index] for part in parts],
                 out=ledger.on_host(arrival),
             )
-            first = last
+        self.post(routes.receivers, word, number)
 
     def post(self, peers: Peers, word: int, number: int) -> None:
         event = torch.accelerator.current_stream(self.own.device).record_event()
