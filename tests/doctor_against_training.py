@@ -10,7 +10,6 @@ fails must end training in one line. The exit code is 1 if they disagree, or if 
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +49,8 @@ DATA_ENDS = "Ran out of data"
 
 Job = dict[str, Any]
 """Values by key, such as ``training.steps``."""
+Case = tuple[str, str, Any]
+"""A base, a key and its other value."""
 
 
 def base_jobs(folder: Path) -> dict[str, Job]:
@@ -235,12 +236,12 @@ def _train(arguments: list[str]) -> None:
 def examine_job(toml: Path, folder: Path) -> Outcome:
     """Let doctor examine the job in a forked process."""
     log = folder / "doctor.log"
-    codes = rank_server.run_job([str(toml)], {}, [str(log)], TIMEOUT_S, _examine)
+    (code,) = rank_server.run_job([str(toml)], {}, [str(log)], TIMEOUT_S, _examine)
+    if code == 0:
+        return Outcome(True, "", True)
     lines = log.read_text(errors="replace").splitlines()
     failing = [line for line in lines if line.startswith("FAIL")]
-    if codes == [0]:
-        return Outcome(True, "", True)
-    said = " | ".join(failing) or f"exit code {codes[0]}: {(lines or [''])[-1]}"
+    said = " | ".join(failing) or f"exit code {code}: {(lines or [''])[-1]}"
     return Outcome(False, said, bool(failing))
 
 
@@ -254,29 +255,11 @@ def _examine(arguments: list[str]) -> None:
     sys.exit(int(failed))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to try."""
-
-    count: int = 300
-    """Jobs, dealt to the six bases in turn."""
-
-    seed: int = 0
-    """Seed of keys and values."""
-
-    cases: tuple[str, ...] = ()
-    """In place of them, such as data:training.steps=-1; values are JSON."""
-
-
 def agree(
-    base: str,
-    key: str,
-    value: Any,
-    bases: dict[str, Job],
-    folder: Path,
-    stores: subprocess.Popen[str],
+    case: Case, bases: dict[str, Job], folder: Path, stores: subprocess.Popen[str]
 ) -> bool:
     """Print what both say of a base with one other value, and tell whether they agree."""
+    base, key, value = case
     folder.mkdir()
     toml = folder / "job.toml"
     toml.write_text(
@@ -293,16 +276,26 @@ def agree(
     return both
 
 
-def main() -> int:
-    """Try mutations, or the cases that are named."""
-    options = tyro.cli(Options, description=__doc__)
+def draw_cases(count: int, seed: int, bases: dict[str, Job]) -> list[Case]:
+    """Draw bases in turn, and for each a key and a value that does not take too long."""
+    rng = Random(seed)
+    kinds = list(changeable_keys())
+    cases: list[Case] = []
+    while len(cases) < count:
+        base = list(bases)[len(cases) % len(bases)]
+        key, kind = rng.choice(kinds)
+        value = draw_value(rng, kind)
+        largest = LARGEST.get(key.split(".")[-1])
+        if largest is None or value <= largest:
+            cases.append((base, key, value))
+    return cases
+
+
+def main(count: int = 300, seed: int = 0) -> int:
+    """Try ``count`` jobs, dealt to the six bases in turn, with keys and values of ``seed``."""
     tiny_models.register_flavors()
     warm_up()
     warm_up_placement()
-    rng = Random(options.seed)
-    kinds = list(changeable_keys())
-    cases = [tuple(re.split("[:=]", case, maxsplit=2)) for case in options.cases]
-    cases = [(base, key, json.loads(value)) for base, key, value in cases]
     with (
         tempfile.TemporaryDirectory() as name,
         subprocess.Popen(
@@ -314,25 +307,14 @@ def main() -> int:
     ):
         os.chdir(name)  # where jobs with relative folders leave what they write
         bases = base_jobs(Path(name))
-        while not options.cases and len(cases) < options.count:
-            base = list(bases)[len(cases) % len(bases)]
-            key, kind = rng.choice(kinds)
-            value = draw_value(rng, kind)
-            largest = LARGEST.get(key.split(".")[-1])
-            if largest is None or value <= largest:
-                cases.append((base, key, value))
+        cases = draw_cases(count, seed, bases)
         disagreements = 0
-        for index, (base, key, value) in enumerate(
-            tqdm(cases, disable=not sys.stderr.isatty())
-        ):
-            disagreements += not agree(
-                base, key, value, bases, Path(name) / str(index), stores
-            )
-        assert stores.stdin is not None
-        stores.stdin.close()
-    print(f"{disagreements} of {len(cases)} disagree")
+        for index, case in enumerate(tqdm(cases, disable=not sys.stderr.isatty())):
+            disagreements += not agree(case, bases, Path(name, str(index)), stores)
+        stores.communicate()
+    print(f"{disagreements} of {count} disagree")
     return int(disagreements > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tyro.cli(main, description=__doc__))
