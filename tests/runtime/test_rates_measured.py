@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.lib.processes import run_processes, values
 from tests.lib.rows import CPU
 from torchtitan_cad.planning import AttentionShape, TileAreaCost
 from torchtitan_cad.runtime import rates
-from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs
 from torchtitan_cad.runtime.transport.build import build_transport
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, dtype_bytes=4)
@@ -34,31 +32,23 @@ class ClockedKernel:
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock = clock
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, call):
         assert q.shape == (call.cu_q_host[-1], 4, 8)
         assert k.shape == v.shape == (call.cu_k_host[-1], 2, 8)
         assert call.causal
         self.clock.now += 1e-3 * len(call.q_start) * call.max_k / 128
         return q, q.new_empty(q.shape[:2])
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Merged, call
-    ) -> None:
+    def backward(self, dout, q, k, v, merged, call):
         assert dout.shape == q.shape
         assert merged.lse.shape == merged.delta.shape == q.shape[:2]
         self.clock.now += 2e-3 * len(call.q_start) * call.max_k / 128
 
 
-@pytest.fixture
-def kernel(clock: SimpleNamespace) -> ClockedKernel:
-    return ClockedKernel(clock)
-
-
-def test_attention_is_timed_forward_and_backward_per_unit_of_cost(kernel):
+def test_attention_is_timed_forward_and_backward_per_unit_of_cost(clock):
     """A causal document of 1024 tokens is 8 tiles of keys, and 36 tiles in all."""
     cost = TileAreaCost(128)
+    kernel = ClockedKernel(clock)
     seconds = rates.attention_seconds(kernel, SHAPE, torch.float32, CPU, cost)
     assert seconds == pytest.approx(0.024 / 36)
 
@@ -102,9 +92,8 @@ def test_the_link_is_measured_apart_from_the_exchange(link):
     rate, seconds = rates.link_rate(link, 0, OTHERS, CPU, None)
     assert rate == pytest.approx(1e8, rel=0.01)
     assert seconds == pytest.approx(0.001, rel=0.1)
-
-
-def test_no_more_rows_than_there_is_room_for(link):
+    # no more rows than there is room for
+    link.received.clear()
     link.buffer_bytes = 10 * rates.ROW_BYTES + 1
     rates.link_rate(link, 0, OTHERS, CPU, None)
     assert max(link.received) == 10
