@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.lib.device import ON_GPU, no_synchronisation
-from tests.lib.exchanges import ONE_EACH, exchange_at_random, make_route, start
+from tests.lib.exchanges import ONE_EACH, exchange_at_random, late_peer, make_route
 from tests.lib.processes import run_processes, values
 from tests.lib.sets import needs_triton
-from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.transport.base import Routes
 from torchtitan_cad.runtime.transport.build import build_transport
 
@@ -77,20 +76,7 @@ def be_late(group: dist.ProcessGroup) -> str:
     device = share_one_device()
     transport = build_transport("symm_mem", group, device, 2**26)
     transport.timeout_s = lambda: 1.0
-    route = make_route(ONE_EACH, group.rank(), None)
-    if group.rank() == 1:
-        dist.barrier(group)
-        return ""
-    part = torch.zeros(sum(route.send_counts), 4, device=device)
-    start(transport, [part], route, "forward rows", transport.begin()).wait()
-    torch.cuda.synchronize()
-    try:
-        transport.prepare([])
-    except PeerError as error:
-        return str(error)
-    finally:
-        dist.barrier(group)
-    return "not noticed"
+    return late_peer(group, transport)
 
 
 def test_a_late_peer_is_named_at_the_next_plan():

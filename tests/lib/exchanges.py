@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.lib import cpu_memory
 from torchtitan_cad.planning.exchange.messages import BUFFERS_PER_CALL
+from torchtitan_cad.runtime.errors import PeerError
 from torchtitan_cad.runtime.packing import RowFormat
 from torchtitan_cad.runtime.transport.base import Pending, Route, Routes, Transport
 from torchtitan_cad.runtime.transport.build import build_transport
@@ -73,6 +74,26 @@ def start(
 ) -> Pending:
     """Start an exchange of one route."""
     return transport.start([parts], Routes([route]), phase, call)
+
+
+def late_peer(group: dist.ProcessGroup, transport: Transport) -> str:
+    """What rank 0 learns at its next plan, as rank 1 starts nothing."""
+    route = make_route(ONE_EACH, group.rank(), None)
+    call = transport.begin()
+    if group.rank() == 1:
+        dist.barrier(group)
+        return ""
+    part = torch.zeros(sum(route.send_counts), 4, device=transport._memory.own.device)
+    start(transport, [part], route, "forward rows", call).wait()
+    if part.is_cuda:
+        torch.cuda.synchronize()
+    try:
+        transport.prepare([])
+    except PeerError as error:
+        return str(error)
+    finally:
+        dist.barrier(group)
+    return "not noticed"
 
 
 def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:

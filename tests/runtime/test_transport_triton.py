@@ -87,21 +87,9 @@ def test_signals_are_posted_awaited_and_given_up():
 def be_late(group) -> str:
     """Rank 1 starts nothing: rank 0 learns at its next exchange who is late, and with what."""
     interpret()
-    from tests.lib.exchanges import ONE_EACH, make_route, start
-    from torchtitan_cad.runtime.errors import PeerError
+    from tests.lib.exchanges import late_peer
 
-    transport = interpreted_transport(group, 2**20, timeout_s=0.1)
-    route = make_route(ONE_EACH, group.rank(), None)
-    call = transport.begin()
-    if group.rank() == 1:
-        return ""
-    part = torch.zeros(sum(route.send_counts), 4)
-    start(transport, [part], route, "forward rows", call).wait()
-    try:
-        transport.prepare([])
-    except PeerError as error:
-        return str(error)
-    return "not noticed"
+    return late_peer(group, interpreted_transport(group, 2**20, timeout_s=0.1))
 
 
 @needs_linux
