@@ -6,7 +6,6 @@ NVSHMEM may end the process whose set-up fails, so the ranks are started by a pr
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from bench.gpu import mps
 from bench.gpu.parts import Skip
+from bench.gpu.process import _wait
 from tests.gpu.test_transport_gpu import share_one_device
 from tests.lib.device import ON_GPU
 from tests.lib.exchanges import exchange_at_random
@@ -111,14 +111,7 @@ def run_apart(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return _wait(process, limit_s)
 
 
 def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path):
