@@ -162,19 +162,6 @@ def test_more_rows_than_the_staging_area_holds_go_in_batches(most_rows, batches)
     assert sorted(arrived) == to_1 + to_3
 
 
-def test_rows_of_a_host_are_put_before_their_word_is_posted(steps):
-    from torchtitan_cad.runtime.transport import cuda_memory
-
-    own = torch.zeros(4096, dtype=torch.uint8)
-    addresses = [own.data_ptr(), own.data_ptr() + 512]
-    memory = cuda_memory.DeviceMemory(own, addresses, None)
-    routes = Routes([Route("queries", None, [0, 3], [0, 1], [0, 0], 2)])
-    memory.prepare(routes)
-    parts = [torch.zeros(3, 4)]
-    memory.send([(parts, RowFormat(parts))], routes, [0], 7, 1)
-    assert steps == [("put", [1]), ("post", [1])]
-
-
 def test_peers_on_the_node_have_their_rows_before_messages_leave(steps):
     """Rank 2 is on another one. Tables are made before they are needed."""
     memory = nodes_memory(1, num_ranks=3)
