@@ -4,12 +4,12 @@
 import ast
 import inspect
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "torchtitan_cad/integration/config.py"
 SETTINGS = ROOT / "docs/settings.md"
 API = ROOT / "docs/api.md"
 OPERATORS = (
@@ -22,25 +22,19 @@ TRANSPORTS = ("Transport", "Route", "Pending", "build_transport")
 
 def options() -> str:
     """The keys of ``[cad]``: type, default, and what the dataclass says of each."""
-    tree = ast.parse(CONFIG.read_text())
-    cad = next(
-        node
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "Cad"
-    )
+    from torchtitan_cad.integration.config import Cad
+
+    (cad,) = ast.parse(inspect.getsource(Cad)).body
+    assert isinstance(cad, ast.ClassDef)
     lines: list[str] = []
-    for field, text in zip(cad.body, cad.body[1:], strict=False):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
-            continue
-        assert isinstance(text.value, ast.Constant)
-        assert field.value is not None
-        name = ast.unparse(field.target)
-        kind = ast.unparse(field.annotation)
-        lines += [f"**`{name}`** ({kind}, default {_default(field.value)})", ""]
-        lines += [
-            *(line.strip() for line in str(text.value.value).strip().splitlines()),
-            "",
-        ]
+    for field, text in pairwise(cad.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            assert field.value is not None
+            name = ast.unparse(field.target)
+            kind = ast.unparse(field.annotation)
+            words = inspect.cleandoc(ast.literal_eval(text.value))
+            default = _default(field.value)
+            lines += [f"**`{name}`** ({kind}, default {default})", "", words, ""]
     return "\n".join(lines)
 
 

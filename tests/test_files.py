@@ -149,36 +149,34 @@ def test_a_line_of_another_kind_is_named(key, tmp_path, refused):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def reported(path: Path, *lines: str) -> dict:
-    """Return the summary of a file of these lines."""
-    path.write_text("".join(f"{line}\n" for line in lines))
-    assert main(["report", str(path)]) == 0
-    return json.loads(path.with_name("cad_summary.json").read_text())
-
-
 def step(number: int, **changes: object) -> str:
     return json.dumps({**STEP, "step": number, "loss": float(number), **changes})
 
 
-def test_lines_of_a_run_that_was_resumed(tmp_path):
-    path = tmp_path / STEPS_NAME
-    summary = reported(path, step(1), step(2), step(3), "", step(2, loss=9.0))
-    assert (summary["steps"], summary["last_step"], summary["loss_last"]) == (2, 2, 9.0)
+MOST = {"ranked_before": [1e30, -1e30], "imbalance_before": 1e30}
+OF_THREE = {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3}
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_largest_figures_are_summed_up(tmp_path):
-    most = {"ranked_before": [1e30, -1e30], "imbalance_before": 1e30}
-    summary = reported(tmp_path / STEPS_NAME, step(1, **most), step(2**53, **most))
-    assert summary["imbalance_before"] == 1e30
-
-
-def test_another_number_of_ranks(tmp_path):
+@pytest.mark.parametrize(
+    ("lines", "wanted"),
+    [
+        (
+            [step(1), step(2), step(3), "", step(2, loss=9.0)],
+            {"steps": 2, "last_step": 2, "loss_last": 9.0},
+        ),
+        ([step(1, **MOST), step(2**53, **MOST)], {"imbalance_before": 1e30}),
+        # the first is no longer of the run
+        ([step(1), step(1, **OF_THREE)], {"ranks": 3}),
+    ],
+    ids=["resumed", "largest", "other ranks"],
+)
+def test_lines_are_summed_up(lines, wanted, tmp_path):
     path = tmp_path / STEPS_NAME
-    three = {"ranked_before": [1.0] * 3, "ranked_after": [1.0] * 3}
-    # the first is no longer of the run
-    summary = reported(path, step(1), step(1, **three))
-    assert summary["ranks"] == 3
+    path.write_text("".join(f"{line}\n" for line in lines))
+    assert main(["report", str(path)]) == 0
+    summary = json.loads((tmp_path / "cad_summary.json").read_text())
+    assert {key: summary[key] for key in wanted} == wanted
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

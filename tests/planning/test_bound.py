@@ -37,43 +37,31 @@ def test_below_random_plans(case, shape, seed, tile):
     assert lower_bound(layout, shape, stats.loads) <= stats.total_bytes
 
 
-class Exhaustive:
-    """All assignments of all (query, key) pairs of a document to ranks: every plan there is."""
-
-    def __init__(self, length: int, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        ranks = np.arange(num_ranks)
-        pairs = [(query, key) for query in range(length) for key in range(query + 1)]
-        assignments = itertools.product(range(num_ranks), repeat=len(pairs))
-        is_served = np.array(list(assignments))[:, :, None] == ranks
-        self.loads = is_served.sum(axis=1)
-        # [plans, tokens, ranks] whether the rank uses the token as a query, as a key.
-        size = (len(is_served), length, num_ranks)
-        self.queries = np.zeros(size, dtype=bool)
-        self.keys = np.zeros(size, dtype=bool)
-        for pair, (query, key) in enumerate(pairs):
-            self.queries[:, query] |= is_served[:, pair]
-            self.keys[:, key] |= is_served[:, pair]
-
-    def bytes_in(self, home: np.ndarray) -> np.ndarray:
-        """Bytes of all ranks [plans] of every plan when token i lives on rank home[i]."""
-        volume = self.queries * LLAMA.query_bytes + self.keys * LLAMA.kv_bytes
-        volume[:, np.arange(len(home)), home] = 0
-        return volume.sum(axis=(1, 2))
-
-
 @pytest.mark.parametrize(("length", "num_ranks"), [(4, 2), (3, 3)])
 def test_below_the_optimum_of_small_cases(length, num_ranks):
-    """The least bytes of all plans within every limit, for all homes of the tokens."""
-    plans = Exhaustive(length, num_ranks)
-    for home in itertools.product(range(num_ranks), repeat=length):
-        segments = [[] for _ in range(num_ranks)]
+    """The least bytes of all plans within every limit, for all homes of the tokens.
+
+    A plan assigns every (query, key) pair of the document to a rank.
+    """
+    ranks = np.arange(num_ranks)
+    query, key = np.tril_indices(length)
+    plans = list(itertools.product(ranks, repeat=len(query)))
+    is_served = np.array(plans)[:, :, None] == ranks
+    loads = is_served.sum(axis=1)
+    # [plans, tokens, ranks] bytes of the token as a query and as a key, where the rank uses it
+    volume = np.zeros((len(plans), length, num_ranks), dtype=np.int64)
+    for token in range(length):
+        volume[:, token] += is_served[:, query == token].any(axis=1) * LLAMA.query_bytes
+        volume[:, token] += is_served[:, key == token].any(axis=1) * LLAMA.kv_bytes
+    for home in itertools.product(ranks, repeat=length):
+        segments = [[] for _ in ranks]
         for token, rank in enumerate(home):
             segments[rank].append((0, token, 1))
         layout = TokenLayout.from_segments(segments)
-        num_bytes = plans.bytes_in(np.array(home))
-        for limit in range(1, plans.loads.max() + 1):
-            fits = (plans.loads <= limit).all(axis=1)
+        is_foreign = np.array(home)[:, None] != ranks
+        num_bytes = (volume * is_foreign).sum(axis=(1, 2))
+        for limit in range(1, loads.max() + 1):
+            fits = (loads <= limit).all(axis=1)
             if fits.any():
                 assert lower_bound(layout, LLAMA, limit) <= num_bytes[fits].min()
 
