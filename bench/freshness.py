@@ -8,11 +8,10 @@ code that it speaks of has changed since then, or had changes that were not comm
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from bench.record import ROOT
+from bench.record import ROOT, git
 
 RESULTS = Path("bench/results")
 PLANNING = "torchtitan_cad/planning"
@@ -51,25 +50,20 @@ those that are older than their code."""
 SPEAKS_OF = COMPUTED | MEASURED
 
 
-def changed_since(commit: str, places: tuple[str, ...], root: Path = ROOT) -> list[str]:
-    """Files in these places that HEAD has otherwise than a commit. Raises ValueError for a commit that is not known."""
-    return _git(root, "diff", "--name-only", commit, "HEAD", "--", *places).split()
-
-
 def why_stale(name: str, root: Path = ROOT) -> str:
     """Say why a result is stale; empty if it is fresh."""
     path = root / RESULTS / name
     heads = [_head(file) for file in sorted(path.glob("*.json"))] or [_head(path)]
     if any(head.get("clean") is False for head in heads):
         return "measured with changes that were not committed"
-    last = _git(root, "log", "-1", "--format=%H", "--", str(RESULTS / name)).strip()
+    last = git(root, "log", "-1", "--format=%H", "--", str(RESULTS / name))
     commits = {head.get("commit") or last for head in heads}
     for commit in sorted(commits):
-        try:
-            changed = changed_since(commit, SPEAKS_OF[name], root)
-        except ValueError:
+        places = SPEAKS_OF[name]
+        found = git(root, "diff", "--name-only", commit, "HEAD", "--", *places)
+        if found is None:
             return f"measured at commit {commit}, which is not known here"
-        if changed:
+        if changed := found.split():
             return f"{len(changed)} files have changed since {commit[:12]}, such as {changed[0]}"
     return ""
 
@@ -77,15 +71,6 @@ def why_stale(name: str, root: Path = ROOT) -> str:
 def _head(path: Path) -> dict[str, object]:
     found = json.loads(path.read_text()) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ValueError(done.stderr.strip())
-    return done.stdout
 
 
 def main() -> int:

@@ -44,7 +44,6 @@ MODES = {
     "cad": ["--parallelism.cad"],
     "two nano-batches": ["--parallelism.cad", "--cad.nano_batches=2"],
 }
-DEFAULT_MODES = ("stock", "cad", "two nano-batches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Options:
     job: Path = Path("train_configs/llama3_debug_cpu.toml")
     rates: tuple[float, ...] = (0.0, 1e9, 2e8, 5e7)
     """Bits per second that a node sends at most; 0: no limit."""
-    modes: tuple[str, ...] = DEFAULT_MODES
     steps: int = 20
     """Steps of every job that count."""
     warmup: int = 2
@@ -126,18 +124,18 @@ def measure(options: Options, overrides: Sequence[str]) -> list[Record]:
         with contextlib.ExitStack() as stack:
             nodes = [
                 stack.enter_context(Nodes(NODES, f"-{number}"))
-                for number in range(len(options.modes))
+                for number in range(len(MODES))
             ]
             jobs = [
                 Job(options, *each, overrides)
-                for each in zip(nodes, repeat(rate), options.modes)
+                for each in zip(nodes, repeat(rate), MODES)
             ]
             for number in tqdm(
                 range(options.steps), unit="step", leave=False, disable=None
             ):
                 for job in jobs if number % 2 == 0 else jobs[::-1]:
                     job.turn()
-        for mode, job in zip(options.modes, jobs, strict=True):
+        for mode, job in zip(MODES, jobs, strict=True):
             runs[rate, mode] = Runs.read([job.folder], NODES, options.warmup)
             links[rate, mode] = job.link()
     return tabulate(runs, links, simulated)
@@ -220,14 +218,10 @@ def main(options: Options, overrides: Sequence[str] = ()) -> None:
     """Train, print and write the figures; ``overrides`` are further arguments of the job.
 
     Raises:
-        ValueError: this machine cannot have nodes, or an unknown mode, or none of stock.
+        ValueError: this machine cannot have nodes.
     """
     if (reason := missing()) is not None:
         raise ValueError(f"no nodes on this machine: {reason}")
-    if "stock" not in options.modes or set(options.modes) - set(MODES):
-        raise ValueError(
-            f"--modes {' '.join(options.modes)}: set some of {', '.join(MODES)}, stock among them"
-        )
     records = measure(options, overrides)
     conclude(options.output, "bench.network", records, records)
     if options.output is not None:

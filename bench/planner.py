@@ -40,8 +40,6 @@ from torchtitan_cad.planning import (
     register_planner,
     warm_up,
 )
-from torchtitan_cad.planning.planners.base import Planner
-from torchtitan_cad.planning.planners.local_search.planner import search
 
 TOLERANCE = 0.02
 """At which the planners are compared and timed."""
@@ -52,11 +50,9 @@ PLANNERS: dict[str, dict[str, Any]] = {
     "greedy": {"planner": "greedy"},
     "local_search, whole keys": {"planner": "local_search", "split_kv": False},
     "local_search": {"planner": "local_search"},
-    "within the limits alone": {"planner": "within the limits alone"},
-    "ten times the moves": {"planner": "ten times the moves"},
 }
 """home: nothing moves. greedy: the paper's (bench/greedy.py). local_search: the default planner; whole keys: with
-split_kv = false. The last two are local_search with other numbers of moves for fewer bytes."""
+split_kv = false."""
 LARGE, HUGE = 64, 512
 """Beyond LARGE ranks there are two seeds; beyond HUGE one, and not the planner without split keys, which is slow."""
 SLOW = 1.0
@@ -81,7 +77,7 @@ class Options:
     workloads: tuple[str, ...] = WORKLOADS
     """Names of workloads, or of corpora of `simulate`; those named pretrain need --pretrain and are left out without
     it."""
-    planners: tuple[str, ...] = tuple(PLANNERS)[:4]
+    planners: tuple[str, ...] = tuple(PLANNERS)
     """Names of planners, local_search among them."""
     seeds: tuple[int, ...] = SEEDS
     """One layout per seed; the first two beyond 64 ranks, the first beyond 512."""
@@ -98,19 +94,7 @@ class Options:
     """Fail if the default planner takes longer than its limits (TIME_LIMITS)."""
 
 
-def _search(evaluated: float) -> Planner:
-    """The default planner, which evaluates a multiple of the moves for fewer bytes."""
-    return lambda layout, shape, config, cost: search(
-        layout, shape, config, cost, evaluated
-    )[1]()
-
-
 register_planner("greedy")(plan_greedy)
-for _name, _evaluated in (
-    ("within the limits alone", 0.0),
-    ("ten times the moves", 10.0),
-):
-    register_planner(_name)(_search(_evaluated))
 
 
 def seeds_for(ranks: int, seeds: tuple[int, ...]) -> tuple[int, ...]:

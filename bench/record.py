@@ -110,15 +110,16 @@ def _head(module: str) -> Record:
 
 def _revision() -> Record:
     """HEAD, and whether the code has no other changes; both None without git."""
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    changes = _git("status", "--porcelain", "--", ".", *WRITTEN)
+    commit = git(ROOT, "rev-parse", "--short=12", "HEAD")
+    changes = git(ROOT, "status", "--porcelain", "--", ".", *WRITTEN)
     return {"commit": commit, "clean": None if changes is None else not changes}
 
 
-def _git(*arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints; None without git or if it fails."""
     command = ["git", *arguments]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     except OSError:
         return None
     return None if done.returncode else done.stdout.strip()

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Attention of many ranks on one device: what every rank of a plan computes, run and timed one rank after another.
 
-    python -m bench.replay                                    # small, on the CPU, in CPU time of one thread
-    python -m bench.replay --device cuda --ranks 8 64 --tokens-per-rank 32768 --workload pretrain --pretrain FILE
-
 Once by the home plan (every rank attends for its own tokens, as without CAD) and once by the planned one, forward and
 backward. What a rank computes is real: gathering rows, the calls and merging. The network is modelled: the bytes of the
 busiest rank, of forward and of backward, over a bandwidth, which overlaps with nothing. Inputs are random; received
@@ -19,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.record import Record, markdown_table, save
+from bench.record import Record
 from tests.lib.shapes import backward_shape
 from tests.lib.workloads import document_lengths, spanning_layout
 from torchtitan_cad.planning import (
@@ -61,8 +58,6 @@ class Options:
     repeats: int = 5
     gigabytes_per_second: float = 50.0
     """bandwidth of a rank's network, each way: of a NIC of 400 Gbit/s; NVLink inside a node has nine times as much"""
-    output: Path | None = None
-    """JSON file for the figures."""
 
 
 def make_layout(options: Options, num_ranks: int) -> TokenLayout:
@@ -207,13 +202,6 @@ def replay(
     return figures
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU; for a CPU the number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
-
-
 def measure(num_ranks: int, options: Options) -> Record:
     """The home plan and the planned one of one layout."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
@@ -257,27 +245,3 @@ def passes(row: Record) -> list[Record]:
         }
         for name in ("forward", "backward")
     ]
-
-
-def main(options: Options) -> None:
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    where = device_name(torch.device(options.device))
-    print(
-        f"torch {torch.__version__}, {where}; {options.workload}, {options.tokens_per_rank} tokens per rank"
-    )
-    rows = [measure(num_ranks, options) for num_ranks in options.ranks]
-    print("\n".join(markdown_table([line for row in rows for line in passes(row)])))
-    if options.output:
-        settings = dataclasses.asdict(options) | {"output": None, "pretrain": None}
-        save(
-            options.output,
-            "bench.replay",
-            {"device": where, "options": settings, "rows": rows},
-        )
-
-
-if __name__ == "__main__":
-    import tyro  # only here: bench.gpu runs where it is missing
-
-    main(tyro.cli(Options, description=__doc__))

@@ -79,8 +79,6 @@ class Options:
     """What the machine has, a package a line: the output of `pip list --format=freeze` there."""
     flash_attn_4: Path | None = None
     """Folder for the second half of FlashAttention-4, whose first half is in ``folder``."""
-    limit_mib: float | None = None
-    """MiB that the folder may have; by default 64 less the working tree."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +132,7 @@ def collect(options: Options) -> int:
     if options.flash_attn_4:
         folders.append(options.flash_attn_4)
         print("\n".join(add_flash_attention_4(*folders, present)))
-    return (
-        0 if all([within_limit(folder, options.limit_mib) for folder in folders]) else 1
-    )
+    return 0 if all([within_limit(folder) for folder in folders]) else 1
 
 
 def fill(folder: Path, wanted: Iterable[str], present: Mapping[str, str]) -> Collection:
@@ -383,9 +379,9 @@ def working_tree_bytes() -> int:
     return sum(path.lstat().st_size for path in paths if path.exists())
 
 
-def within_limit(folder: Path, limit_mib: float | None) -> bool:
-    """Prints the folder's size beside its limit, MOST_MIB less the working tree where none is given."""
-    limit = MOST_MIB - working_tree_bytes() / MIB if limit_mib is None else limit_mib
+def within_limit(folder: Path) -> bool:
+    """Prints the folder's size beside its limit, MOST_MIB less the working tree."""
+    limit = MOST_MIB - working_tree_bytes() / MIB
     size = num_bytes(folder) / MIB
     print(f"\n{folder}: {size:.1f} MiB in all, {limit:.1f} may travel")
     return size <= limit

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.process import ROOT
+from bench.record import git
 
 Result = dict[str, Any]
 """A part's outcome, with its date, its command and the ``identity`` of what was measured."""
@@ -57,10 +58,10 @@ def identity(environment: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
         name: str(environment.get(name, "unknown"))
         for name in ("gpu", "torch", "python")
     }
-    changes = _git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    changes = git(ROOT, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
     return {
         **versions,
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "commit": git(ROOT, "rev-parse", "--short=12", "HEAD"),
         "clean": None if changes is None else not changes,
         "sources": source_hash(),
         "dry_run": dry_run,
@@ -156,7 +157,7 @@ def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[st
         raise ValueError(
             f"{measured} has no results of a GPU: name what `python -m bench.gpu --output` wrote to there"
         )
-    commit = _git("rev-parse", "--short=12", f"{revision}^{{commit}}")
+    commit = git(ROOT, "rev-parse", "--short=12", f"{revision}^{{commit}}")
     if commit is None:
         raise ValueError(
             f"--commit {revision}: there is no such commit here; name the one that was measured"
@@ -178,22 +179,6 @@ def adopt(measured: Path, revision: str, destination: Path = RESULTS) -> list[st
     for result in found:
         write(destination, {**result, "commit": commit, "clean": True})
     return [result["part"] for result in found]
-
-
-def _git(*arguments: str) -> str | None:
-    """Return what git answers about the working tree, None where there is no git."""
-    try:
-        answer = subprocess.run(
-            ["git", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
 
 
 def _write(path: Path, text: str) -> None:

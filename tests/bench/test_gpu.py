@@ -18,6 +18,7 @@ from bench.gpu import attention, goals, layer, report, results, session
 from bench.gpu.parts import PARTS, RUN_S, RUNS, Part, expected_seconds
 from bench.gpu.process import ROOT, Outcome, run_part
 from tests.lib.refusals import refusal
+from tests.lib.waiting import eventually
 
 
 def fake(function: str, *arguments: str, **fields: Any) -> Part:
@@ -71,10 +72,7 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path):
     assert outcome.why.endswith(" 3 s; in tests/test_of_something.py::test_that_hangs")
     assert outcome.figures == {"figure": 1}
     assert "in hang" in outcome.output  # where it hung
-    deadline = time.monotonic() + 60
-    while is_running(int(pid_file.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert eventually(lambda: not is_running(int(pid_file.read_text())))
 
 
 def is_running(pid: int) -> bool:
