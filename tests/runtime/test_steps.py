@@ -36,6 +36,19 @@ LENGTHS = [[24], [1, 23], [13, 4, 7], [6, 6, 6, 6]]
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
+events: list[str] = []
+
+
+@torch.library.custom_op("torchtitan_cad_test::other_work", mutates_args=())
+def other_work(x: Tensor, name: str) -> Tensor:
+    events.append(name)
+    return x.clone()
+
+
+other_work.register_fake(lambda x, name: x.clone())
+other_work.register_autograd(lambda ctx, grad: (other_work(grad, "backward"), None))
+
+
 def in_steps(
     q: Tensor,
     k: Tensor,
@@ -43,17 +56,31 @@ def in_steps(
     key: Tensor,
     engine: str,
     shared: Tensor | None = None,
+    work: Callable[[Tensor, str], Tensor] = lambda token, name: token,
 ) -> tuple[Tensor, Tensor]:
     token = dispatch(q, k, v, shared, key, engine)
+    token = work(token, "forward")
     token = step(token, "attend", key, engine)
     out, lse, *_ = combine(token, q, k, v, shared, key, engine)
     return out, lse
 
 
+def beside_work(*rows, shared):
+    """In steps, with other work between them."""
+    return in_steps(*rows, shared=shared, work=other_work)
+
+
 ATTEND = pytest.mark.parametrize("attend", [core_attention, in_steps])
-BACKENDS = pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=matrix)]
-)
+IN_STEPS = [
+    "start_forward",
+    "forward",
+    "attend_forward",
+    "finish_forward",
+    "start_backward",
+    "attend_backward",
+    "backward",
+    "finish_backward",
+]
 
 
 def leaves_of(rows: Tensors) -> list[Tensor]:
@@ -68,9 +95,6 @@ def results_of(attend: Attend, rows: Tensors, key: int) -> list[Tensor]:
     results = attend(*qkv, torch.tensor([key]), ENGINE, shared=shared)
     gradients = torch.autograd.grad(results, leaves, [rows.dout[0], rows.dlse[0]])
     return [*(x.detach() for x in results), *gradients]
-
-
-events: list[str] = []
 
 
 @pytest.fixture
@@ -100,9 +124,17 @@ def test_gradients_of_both_results_match_finite_differences(rows, attend):
     )
 
 
-@BACKENDS
-@ATTEND
+@pytest.mark.parametrize(
+    ("attend", "backend"),
+    [
+        (core_attention, "aot_eager"),
+        pytest.param(core_attention, "inductor", marks=matrix),
+        (beside_work, "aot_eager"),
+        (beside_work, "inductor"),
+    ],
+)
 def test_one_graph_for_all_plans(rows, attend, backend):
+    """Other work between steps stays there."""
     graphs = []
 
     def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
@@ -111,50 +143,12 @@ def test_one_graph_for_all_plans(rows, attend, backend):
 
     compiled = torch.compile(attend, backend=counting, fullgraph=True)
     for key in range(len(LENGTHS)):
-        results = (results_of(function, rows, key) for function in (attend, compiled))
-        assert all(map(torch.equal, *results))
-    assert len(graphs) == 1
-
-
-@torch.library.custom_op("torchtitan_cad_test::other_work", mutates_args=())
-def other_work(x: Tensor, name: str) -> Tensor:
-    events.append(name)
-    return x.clone()
-
-
-other_work.register_fake(lambda x, name: x.clone())
-other_work.register_autograd(lambda ctx, grad: (other_work(grad, "backward"), None))
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_other_work_between_steps(rows, backend):
-    def attend(q: Tensor, k: Tensor, v: Tensor, key: Tensor) -> Tensor:
-        token = dispatch(q, k, v, None, key, ENGINE)
-        token = other_work(token, "forward")
-        token = step(token, "attend", key, ENGINE)
-        out, *_ = combine(token, q, k, v, None, key, ENGINE)
-        return out
-
-    compiled = torch.compile(attend, backend=backend, fullgraph=True)
-    qkv = [torch.randn(24, 4, 16, requires_grad=True) for _ in range(3)]
-    for key in (torch.tensor(0), torch.tensor(2)):
-        out, _ = core_attention(*qkv, key, ENGINE)
-        want = torch.autograd.grad(out.square().sum(), qkv)
+        expected = results_of(core_attention, rows, key)
         events.clear()
-        got = compiled(*qkv, key)
-        gradients = torch.autograd.grad(got.square().sum(), qkv)
-        assert torch.equal(got, out)
-        assert all(map(torch.equal, gradients, want))
-        assert [event for event in events if not event.startswith("compute")] == [
-            "start_forward",
-            "forward",
-            "attend_forward",
-            "finish_forward",
-            "start_backward",
-            "attend_backward",
-            "backward",
-            "finish_backward",
-        ]
+        assert all(map(torch.equal, results_of(compiled, rows, key), expected))
+        in_order = [event for event in events if not event.startswith("compute")]
+        assert in_order == IN_STEPS or attend is core_attention
+    assert len(graphs) == 1
 
 
 def test_operator_registration(rows):
