@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.lib.counted import COUNTED, COUNTED_SHAPE
 from tests.lib.fake_flash_attn import Recorder, fake_operator
 from tests.lib.interpreter import interpret, interpreted_transport
 from tests.lib.processes import run_processes, values
-from tests.lib.rows import CPU
+from tests.lib.rows import CPU, empty_rows
 from tests.lib.sets import needs_triton
 from tests.lib.tape import Tape, record_kernels
 from tests.lib.threaded import needs_linux
@@ -28,6 +27,7 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels import varlen
+from torchtitan_cad.runtime.transport.base import Transport
 
 
 @pytest.mark.matrix
@@ -63,24 +63,33 @@ def test_launches_of_a_layer_that_moves_nothing(monkeypatch):
         fake = fake_operator(getattr(varlen, name), Recorder())
         monkeypatch.setattr(varlen, name, partial(tape.run, "flash_attention", fake))
     monkeypatch.setattr(varlen, "_takes", lambda op, argument: False)
-    engine = CoreAttentionEngine(
-        varlen.VarlenKernel(), None, rank=0, device=CPU, scale=0.25
-    )
-    engine.add_plan(
-        0,
-        make_plan(TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]]), COUNTED_SHAPE),
-    )
-    q, k, v, dout = (
-        torch.randn(136, heads, COUNTED_SHAPE.head_dim).bfloat16()
-        for heads in (4, 2, 2, 4)
-    )
+    layout = TokenLayout.from_segments([[(0, 0, 96), (1, 0, 40)]])
+    passes = passes_of_a_layer(make_plan(layout, COUNTED_SHAPE), None, 0)
     varlen._without_dropout(CPU)  # made once
-    with tape:
-        results = engine.begin_forward(q, k, v, 0).run()
-    assert tape.launches() == {"flash_attention": 1, "clone": 1}
-    with tape:
-        engine.begin_backward(dout, Saved(q, k, v, *results), 0).run()
-    assert tape.launches() == {"flash_attention": 2, "clone": 2}
+    tape._entries.clear()
+    for number, run in enumerate(passes, 1):
+        with tape:
+            run()
+        assert tape.launches() == {"flash_attention": number, "clone": number}
+
+
+def passes_of_a_layer(
+    plan: Plan, transport: Transport | None, rank: int
+) -> list[Callable[[], Any]]:
+    """Forward and backward; the forward has run once."""
+    engine = CoreAttentionEngine(
+        varlen.VarlenKernel(), transport, rank=rank, device=CPU, scale=0.25
+    )
+    engine.add_plan(0, plan)
+    tokens = int(plan.layout.tokens_per_rank[rank])
+    q, k, v, dout, _ = empty_rows(tokens, plan.shape)
+    for x in (q, k, v, dout):
+        x.normal_()
+    saved = Saved(q, k, v, *engine.begin_forward(q, k, v, 0).run())
+    return [
+        lambda: engine.begin_forward(q, k, v, 0).run(),
+        lambda: engine.begin_backward(dout, saved, 0).run(),
+    ]
 
 
 def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
@@ -114,22 +123,6 @@ def count(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     plan = Plan.from_tasks(
         layout, COUNTED_SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
     )
-    engine = CoreAttentionEngine(
-        varlen.VarlenKernel(), transport, rank=group.rank(), device=CPU, scale=0.25
-    )
-    engine.add_plan(0, plan)
-    tokens = int(layout.tokens_per_rank[group.rank()])
-    q, k, v, dout = (
-        torch.randn(tokens, heads, COUNTED_SHAPE.head_dim).bfloat16()
-        for heads in (4, 2, 2, 4)
-    )
-
-    def run_forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return engine.begin_forward(q, k, v, 0).run()
-
-    def run_backward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return engine.begin_backward(dout, saved, 0).run()
-
-    saved = Saved(q, k, v, *run_forward())
-    run_backward()
-    return counted(run_forward), counted(run_backward)
+    forward, backward = passes_of_a_layer(plan, transport, group.rank())
+    backward()
+    return counted(forward), counted(backward)
