@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transports between processes: exchanges, peers that fail, misuse; memory that ranks share, and messages of rows."""
+"""Transports between processes: exchanges, peers that fail, misuse, and messages of rows."""
 
 import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from tests.lib.exchanges import (
-    ONE_EACH,
     exchange_at_random,
     make_route,
     start,
@@ -127,6 +127,8 @@ def test_a_peer_that_hoards_its_buffer_is_named():
 
 
 def fill_both_buffers(group: dist.ProcessGroup) -> None:
+    memory_of_another = weakref.ref(symmetric(group)._memory)
+    assert memory_of_another() is None
     transport = symmetric(group, buffer_bytes=1024)
     rank = group.rank()
     swap = 1 - np.eye(2, dtype=int)
@@ -145,36 +147,8 @@ def fill_both_buffers(group: dist.ProcessGroup) -> None:
 
 
 @needs_linux
-def test_buffers_hold_two_messages_and_are_never_exceeded():
+def test_buffers_hold_two_messages_are_never_exceeded_and_given_back():
     values(run_processes(2, fill_both_buffers))
-
-
-# Memory that ranks share ----------------------------------------------------------------------------------------------
-
-
-def exchange_and_leave(group: dist.ProcessGroup) -> list[int]:
-    """Numbers of mappings of this process: with a transport, and once it is gone."""
-    transport = symmetric(group)
-    rank = group.rank()
-    route = make_route(ONE_EACH, rank, None)
-    part = torch.full((sum(route.send_counts), 4), rank)
-    pending = start(transport, [part], route, "only", transport.begin())
-    assert (pending.wait()[0].view(torch.int64) == 1 - rank).all()
-    pending.release()
-    mapped = number_of_mappings()
-    del pending, transport
-    return [mapped, number_of_mappings()]
-
-
-@needs_linux
-def test_memory_is_allocated_once_and_given_back():
-    """Each rank maps its own and its peer's."""
-    assert values(run_processes(2, exchange_and_leave)) == [[2, 0]] * 2
-
-
-def number_of_mappings() -> int:
-    with open("/proc/self/maps") as maps:
-        return sum("torchtitan_cad" in line and "memfd" in line for line in maps)
 
 
 def test_a_copied_view_is_an_error_that_names_the_setting():
