@@ -2,14 +2,13 @@
 """Small jobs of torchtitan 0.3.0 on gloo ranks, forked from this process, which has imported everything."""
 
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +22,14 @@ import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.trainer as titan_trainer  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
-from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 
 from tests.lib.jobs.harness import scratch_folder, tokenizer_folder  # noqa: E402
+from tests.lib.jobs.parameters import initialise, named_parameters, whole  # noqa: E402
+from tests.lib.jobs.ranks import run_job  # noqa: E402
 from tests.titan030 import tiny  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_3 import entry  # noqa: E402
 
 TIMEOUT_S = 250
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass
@@ -56,40 +55,35 @@ def run(
 ) -> Result:
     """Train ``tiny.recipe(name)`` with further options. Raises AssertionError with all logs if a rank fails."""
     folder = Path(tempfile.mkdtemp(dir=scratch_folder()))
-    _ = tokenizer_folder()
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("fork")
-    where = folder, store.port, nranks
-    files = (
+    arguments = [
+        "--module=job_of_test",
+        "--config=job",
         f"--hf_assets_path={tokenizer_folder()}",
         f"--dump_folder={dump_folder or folder}",
-    )
-    job = (name, with_cad, (*files, *options))
-    ranks = [
-        context.Process(target=_run_rank, args=(rank, where, job))
-        for rank in range(nranks)
+        *options,
     ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIMEOUT_S)
-    stuck = [rank for rank in ranks if rank.is_alive()]
-    for rank in stuck:
-        rank.kill()
-    logs = [(folder / f"rank{rank}.log").read_text() for rank in range(nranks)]
-    codes = [rank.exitcode for rank in ranks]
-    ends = "\n".join(
-        f"--- rank {rank}\n" + "\n".join(log.splitlines()[-40:])
-        for rank, log in enumerate(logs)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    env = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "LOCAL_WORLD_SIZE": str(nranks),
+    }
+    paths = [folder / f"rank{rank}.log" for rank in range(nranks)]
+    codes = run_job(
+        arguments,
+        env,
+        logs=[str(path) for path in paths],
+        timeout_s=TIMEOUT_S,
+        main=partial(_train, tiny.with_cad if with_cad else tiny.recipe, name, folder),
     )
-    assert codes == [0] * nranks, f"exit codes {codes}, {len(stuck)} were stuck\n{ends}"
+    logs = [path.read_text() for path in paths]
+    ends = ("\n".join(log.splitlines()[-40:]) for log in logs)
+    assert codes == [0] * nranks, "\n--- next rank\n".join([f"{codes}", *ends])
     result = Result(logs)
     lines = sorted(folder.glob("rank*.jsonl"))
-    for line in (
-        lines[-1].read_text().splitlines()
-        if _last_has_loss(options)
-        else lines[0].read_text().splitlines()
-    ):
+    has_stages = any("pipeline_parallel_degree" in option for option in options)
+    for line in lines[-1 if has_stages else 0].read_text().splitlines():
         for key, value in json.loads(line).items():
             getattr(result, key).append(value)
     norms = dict[str, float]()
@@ -101,88 +95,52 @@ def run(
     return result
 
 
-def _last_has_loss(options: Sequence[str]) -> bool:
-    return any("pipeline_parallel_degree" in option for option in options)
-
-
-def _run_rank(
-    rank: int, where: tuple[Path, int, int], job: tuple[str, bool, Sequence[str]]
+def _train(
+    recipe: Callable[[str], Any], name: str, folder: Path, arguments: list[str]
 ) -> None:
-    (folder, port, nranks), (name, with_cad, options) = where, job
-    os.environ.update(
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(nranks),
-        LOCAL_WORLD_SIZE=str(nranks),
-    )
-    log = (folder / f"rank{rank}.log").open("w", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = sys.stderr = log
+    """Train in a rank."""
+    sys.stdout = sys.stderr = open(1, "w", buffering=1)  # noqa: SIM115
     torch.set_num_threads(1)
+    rank = os.environ["RANK"]
     _record(folder / f"rank{rank}.jsonl")
     _record_norms(folder / f"norms{rank}.jsonl")
     _initialise_by_name()
-    if "--compile.enable" not in options:
+    if "--compile.enable" not in arguments:
         tiny.compute_in_fp32()
     titan_trainer.time = SimpleNamespace(
         perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None
     )
-    registry = SimpleNamespace(
-        job=lambda: tiny.with_cad(name) if with_cad else tiny.recipe(name)
-    )
+    registry = SimpleNamespace(job=lambda: recipe(name))
     sys.modules["job_of_test"] = registry  # type: ignore[assignment]
-    arguments = ["--module=job_of_test", "--config=job", *options]
-    code = 0
-    try:
-        entry.run_recipe(arguments, SimpleNamespace(building=True))
-    except BaseException:
-        import traceback
+    entry.run_recipe(arguments, SimpleNamespace(building=True))
 
-        traceback.print_exc()
-        code = 1
-    log.flush()
-    os._exit(code)
+
+def _write(path: Path, figures: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        print(json.dumps(figures), file=file)
 
 
 def _record(path: Path) -> None:
+    """Write down what every step and validation reports."""
     processor: Any = titan_metrics.MetricsProcessor
     log = processor.log
     log_validation = processor.log_validation
 
-    def record(
-        self: Any,
-        step: int,
-        loss: float,
-        most: float,
-        norm: float,
-        extra_metrics: Any = None,
-    ) -> None:
-        moved = (extra_metrics or {}).get("cad/tasks/moved", 0.0)
-        graphs = counters["stats"]["unique_graphs"]
-        with path.open("a") as file:
-            file.write(
-                json.dumps(
-                    {
-                        "losses": loss,
-                        "grad_norms": norm,
-                        "moved": moved,
-                        "graphs": graphs,
-                    }
-                )
-                + "\n"
-            )
-        log(self, step, loss, most, norm, extra_metrics)
+    def record(self: Any, step: int, loss: float, *more: Any, **others: Any) -> None:
+        _, norm, *_ = more
+        figures = others.get("extra_metrics") or {}
+        steps = {
+            "losses": loss,
+            "grad_norms": norm,
+            "moved": figures.get("cad/tasks/moved", 0.0),
+            "graphs": counters["stats"]["unique_graphs"],
+        }
+        _write(path, steps)
+        log(self, step, loss, *more, **others)
 
-    def record_validation(
-        self: Any, loss: float, step: int, extra_metrics: Any = None
-    ) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps({"validation": loss}) + "\n")
-        log_validation(self, loss, step, extra_metrics)
+    def record_validation(self: Any, loss: float, *more: Any, **others: Any) -> None:
+        _write(path, {"validation": loss})
+        log_validation(self, loss, *more, **others)
 
     processor.log = record
     processor.log_validation = record_validation
@@ -195,18 +153,11 @@ def _record_norms(path: Path) -> None:
 
     def record_step(self: Any, batches: Any) -> None:
         def record(parameters: Any, *args: Any, **options: Any) -> Any:
-            norms = dict[str, float]()
-            for part in self.model_parts:
-                for name, parameter in part.named_parameters():
-                    gradient = parameter.grad
-                    full = (
-                        gradient.full_tensor()
-                        if isinstance(gradient, DTensor)
-                        else gradient
-                    )
-                    norms[f"{self.step} {_plain(name)}"] = full.double().norm().item()
-            with path.open("a") as file:
-                file.write(json.dumps(norms) + "\n")
+            norms = {
+                f"{self.step} {name}": whole(x.grad).double().norm().item()
+                for name, x in named_parameters(self.model_parts)
+            }
+            _write(path, norms)
             return clip(parameters, *args, **options)
 
         titan_trainer.dist_utils.clip_grad_norm_ = record
@@ -215,31 +166,16 @@ def _record_norms(path: Path) -> None:
     titan_trainer.Trainer.train_step = record_step
 
 
-def _plain(name: str) -> str:
-    """Return a parameter's name without those of wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def _initialise_by_name() -> None:
     """Give every parameter a value that depends on its name alone, the same under every parallelism."""
     trainer: Any = titan_trainer.Trainer
     train = trainer.train
 
+    def value_of(name: str, noise: torch.Tensor) -> torch.Tensor:
+        return 1 + 0.1 * noise if "norm" in name else 0.05 * noise
+
     def train_from_names(self: Any) -> None:
-        for part in self.model_parts:
-            for full_name, parameter in part.named_parameters():
-                name = _plain(full_name)
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                full = torch.randn(parameter.shape, generator=generator)
-                full = 1 + 0.1 * full if "norm" in name else 0.05 * full
-                with torch.no_grad():
-                    if isinstance(parameter, DTensor):
-                        full = distribute_tensor(
-                            full, parameter.device_mesh, parameter.placements
-                        )
-                    parameter.copy_(full)
+        initialise(self.model_parts, 0, value_of)
         train(self)
 
     trainer.train = train_from_names

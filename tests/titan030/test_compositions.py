@@ -15,6 +15,7 @@ CP2, TP2, EP2, PP2 = (
 )
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
 COMPILE = ("--compile.enable", "--compile.components=model")
+VALIDATE = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
 EAGER = (*COMPILE, "--compile.backend=aot_eager")
 
 
@@ -27,7 +28,8 @@ class Case:
     both: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     nranks: int = 2
-    reference_nranks: int = 2
+    reference_nranks: int = 0
+    """by default as many"""
     tolerance: float = 1e-5
 
 
@@ -37,10 +39,7 @@ MODELS = (*DENSE, *EXPERTS)
 CASES = [
     *(Case(f"{model}_fsdp2", model) for model in MODELS),
     *(Case(f"{model}_cp2", model, own=(CP2,), reference_nranks=1) for model in MODELS),
-    *(
-        Case(f"{model}_fsdp2xtp2", model, both=(TP2,), nranks=4, reference_nranks=4)
-        for model in MODELS
-    ),
+    *(Case(f"{model}_fsdp2xtp2", model, both=(TP2,), nranks=4) for model in MODELS),
     *(Case(f"{model}_ep2", model, both=(EP2,)) for model in EXPERTS),
     *(
         Case(f"{model}_{kind}", model, own=(f"activation-checkpoint:{kind}",))
@@ -48,39 +47,21 @@ CASES = [
         for kind in ("selective", "full")
     ),
     *(
-        Case(
-            f"{model}_pp2",
-            f"{model}_deep",
-            both=(PP2,),
-            nranks=4,
-            reference_nranks=4,
-        )
+        Case(f"{model}_pp2", f"{model}_deep", both=(PP2,), nranks=4)
         for model in EXPERTS  # stock refuses pipelines of tied embeddings, which qwen3 has
     ),
     # a stage for each kind of attention
-    Case(
-        "gpt_oss_pp2_kinds_apart",
-        "gpt_oss",
-        both=(PP2,),
-        nranks=4,
-        reference_nranks=4,
-    ),
+    Case("gpt_oss_pp2_kinds_apart", "gpt_oss", both=(PP2,), nranks=4),
     *(
-        Case(
-            f"{model}_pp2xep2",
-            f"{model}_deep",
-            both=(PP2, EP2),
-            nranks=4,
-            reference_nranks=4,
-        )
+        Case(f"{model}_pp2xep2", f"{model}_deep", both=(PP2, EP2), nranks=4)
         for model in EXPERTS
     ),
     *(Case(f"{model}_compile", model, own=COMPILE) for model in DENSE),
     # compiled experts round to bfloat16, see tiny.compute_in_fp32
     *(Case(f"{model}_compile", model, both=EAGER, tolerance=1e-3) for model in EXPERTS),
-    Case("hsdp", both=(HSDP,), nranks=4, reference_nranks=4),
+    Case("hsdp", both=(HSDP,), nranks=4),
     Case("replicas", both=(HSDP,)),
-    Case("fsdp2xcp2", own=(CP2,), nranks=4),
+    Case("fsdp2xcp2", own=(CP2,), nranks=4, reference_nranks=2),
     Case("accumulation", both=("--training.global_batch_size=8",)),
     Case("selective", own=("activation-checkpoint:selective",)),
     Case("full", own=("activation-checkpoint:full",)),
@@ -89,13 +70,12 @@ CASES = [
         own=("--cad.no-recompute_attention", "activation-checkpoint:full"),
     ),
     Case("compile_selective", own=(*COMPILE, "activation-checkpoint:selective")),
-    Case("pp2_1f1b", "llama3_deep", both=(PP2,), nranks=4, reference_nranks=4),
+    Case("pp2_1f1b", "llama3_deep", both=(PP2,), nranks=4),
     Case(
         "pp2_interleaved",
         "llama3_deep",
         both=(PP2, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"),
         nranks=4,
-        reference_nranks=4,
     ),
     Case(
         "pp2xcp2", "llama3_deep", both=(PP2,), own=(CP2,), nranks=4, reference_nranks=2
@@ -104,28 +84,19 @@ CASES = [
         "partial_dtensor_tp2",
         both=(TP2, "--parallelism.spmd_backend=partial_dtensor"),
         nranks=4,
-        reference_nranks=4,
     ),
-    Case(
-        "validation",
-        both=("--validator.enable", "--validator.freq=2", "--validator.steps=2"),
-    ),
-    Case(
-        "pp2_validation",
-        "llama3_deep",
-        both=(PP2, "--validator.enable", "--validator.freq=2", "--validator.steps=2"),
-        nranks=4,
-        reference_nranks=4,
-    ),
+    Case("validation", both=VALIDATE),
+    Case("pp2_validation", "llama3_deep", both=(PP2, *VALIDATE), nranks=4),
 ]
 
 
 @functools.cache
 def reference(case: Case) -> Result:
-    return run(case.model, *case.both, nranks=case.reference_nranks, with_cad=False)
+    nranks = case.reference_nranks or case.nranks
+    return run(case.model, *case.both, nranks=nranks, with_cad=False)
 
 
-def assert_alike(result: Result, other: Result, tolerance: float = 1e-5) -> None:
+def assert_alike(result: Result, other: Result, tolerance: float) -> None:
     assert len(result.losses) == 3
     assert result.losses == pytest.approx(other.losses, rel=1e-5)
     # squares

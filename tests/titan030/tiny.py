@@ -28,19 +28,18 @@ from torchtitan.models.qwen3 import config_registry as qwen3_recipes
 from tests.lib.texts import text_dataset
 from torchtitan_cad.recipes import cad
 
-RECIPES: dict[str, tuple[Callable[[], Any], Any, str, int]] = {
-    "llama3": (llama3_recipes.llama3_debugmodel, llama3, "debugmodel", 2),
-    "qwen3": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel", 2),
-    "qwen3_moe": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel_moe", 2),
+RECIPES: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "llama3": (llama3_recipes.llama3_debugmodel, llama3, "debugmodel"),
+    "qwen3": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel"),
+    "qwen3_moe": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel_moe"),
     "deepseek_v3": (
         deepseek_v3_recipes.deepseek_v3_debugmodel,
         deepseek_v3,
         "debugmodel",
-        2,
     ),
-    "gpt_oss": (gpt_oss_recipes.gpt_oss_debugmodel, gpt_oss, "debugmodel", 2),
+    "gpt_oss": (gpt_oss_recipes.gpt_oss_debugmodel, gpt_oss, "debugmodel"),
 }
-"""By name: the recipe, its model's module, flavor and number of layers that are kept."""
+"""By name: the recipe, its model's module and flavor."""
 
 
 class DenseAttention(VarlenAttention):
@@ -86,11 +85,11 @@ DenseAttention.forward.__module__ = VarlenAttention.__module__
 
 def recipe(name: str) -> Any:
     """Return the config of a small job: three steps, fp32, without CUDA graphs."""
-    upstream, module, flavor, layers = RECIPES[name.removesuffix("_deep")]
+    upstream, module, flavor = RECIPES[name.removesuffix("_deep")]
     config = upstream()
     config.model_spec = module.model_registry(flavor, attn_backend="varlen")
     model = config.model_spec.model
-    del model.layers[2 * layers if name.endswith("_deep") else layers :]
+    del model.layers[4 if name.endswith("_deep") else 2 :]
     for _, inner, parent, key in model.traverse(VarlenAttention.Config):
         setattr(parent, key, DenseAttention.Config(window_size=inner.window_size))
     _shrink_experts(model)

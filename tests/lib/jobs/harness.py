@@ -96,16 +96,11 @@ def run(
     *,
     config: Path = BASE_TOML,
     dump_folder: Path | None = None,
-    grads_at: int | None = None,
-    trace_at: int | None = None,
-    init_seed: int | None = 0,
-    as_dp: int | None = None,
-    link: float | None = None,
-    fp64: bool = False,
     pythonpath: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     may_fail: bool = False,
     servers: Sequence[Sequence[str]] = (),
+    **hooks: Any,
 ) -> RunResult:
     """Train on `nranks` local processes and collect what they computed.
 
@@ -118,26 +113,21 @@ def run(
         config: the job's TOML file.
         dump_folder: torchtitan's `job.dump_folder` (checkpoints, TensorBoard); by default a new folder that lasts
             as long as this process.
-        grads_at: step whose full gradients are returned in `RunResult.grads`.
-        trace_at: step whose steps and collectives are returned in `RunResult.traces`.
-        init_seed: initialise parameters by name, the same under every parallelism; None for torchtitan's own init.
-        as_dp: a single process takes the batches of that many data-parallel ranks in turn (accumulate over as many).
-        link: bytes per second that ranks find their links to have, beside slow attention; None: they measure.
-        fp64: compute in fp64, with attention as a dense softmax: the reference of references.
         pythonpath: folders searched before the installed packages (for a patched torchtitan).
         env: further environment variables, set after torch and torchtitan are imported.
         servers: options of attention servers that join the job (attention_server.py).
+        hooks: of runner.py, by name; None: not asked for.
+            grads_at: step whose full gradients are returned in `RunResult.grads`.
+            trace_at: step whose steps and collectives are returned in `RunResult.traces`.
+            init_seed: initialise parameters by name, the same under every parallelism, by default with 0; None for
+                torchtitan's own init.
+            as_dp: a single process takes the batches of that many data-parallel ranks in turn.
+            link: bytes per second that ranks find their links to have, beside slow attention; by default they measure.
+            fp64: compute in fp64 if True, with attention as a dense softmax: the reference of references.
     """
     record_dir = Path(tempfile.mkdtemp(prefix="run_", dir=scratch_folder()))
     dump_folder = dump_folder or record_dir / "dump"
-    hooks = {
-        "grads_at": grads_at,
-        "trace_at": trace_at,
-        "init_seed": init_seed,
-        "as_dp": as_dp,
-        "link": link,
-        "fp64": fp64 or None,
-    }
+    hooks = {"init_seed": 0} | hooks
     asked_for = {name: value for name, value in hooks.items() if value is not None}
     # Hosting the rendezvous store here lets the system choose the port, so parallel runs cannot collide.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.lib.jobs.harness import REPOSITORY, child_environment, job_files
 
@@ -144,15 +145,9 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(
-    args: Sequence[str],
-    dump_folder: Path,
-    nranks: int = 2,
-    launcher: str = LAUNCH,
-    restarts: int = 0,
-) -> Iterator[Launched]:
+def launched(*args: Any, **options: Any) -> Iterator[Launched]:
     """A job that has ended when the context does."""
-    job = Launched(args, dump_folder, nranks, launcher=launcher, restarts=restarts)
+    job = Launched(*args, **options)
     try:
         yield job
     finally:

@@ -10,24 +10,16 @@ Ranks have their own process group, log and environment. Nothing runs in the ser
 process groups are inherited.
 """
 
-import contextlib
 import gc
 import json
 import os
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from tests.lib.jobs import runner
+from tests.lib.jobs.ranks import run_job
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: F401  # what every rank would import for itself
 from torchtitan_cad.planning import warm_up
 from torchtitan_cad.planning.placement.place import warm_up_placement
-
-GRACE_S = 10.0
-"""seconds: the time that peers of a failed rank still have, to report why they stop"""
 
 
 def serve() -> None:
@@ -39,84 +31,9 @@ def serve() -> None:
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         for line in sys.stdin:
-            print(json.dumps(run_job(**json.loads(line))), file=answers, flush=True)
+            codes = run_job(**json.loads(line), main=runner.main)
+            print(json.dumps(codes), file=answers, flush=True)
     gc.unfreeze()
-
-
-def run_job(
-    argv: list[str],
-    env: dict[str, str],
-    logs: list[str],
-    timeout_s: float,
-    main: Callable[[list[str]], None] = runner.main,
-) -> list[int | None]:
-    """Run ``main`` on one rank per log file; return their exit codes, None for those killed at the deadline."""
-    pids: list[int] = []
-    try:
-        for rank, log in enumerate(logs):
-            rank_env = {
-                **env,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(len(logs)),
-            }
-            pid = os.fork()
-            if pid == 0:
-                _become_rank(main, argv, rank_env, log)
-            pids.append(pid)
-            # so that a rank dies together with the processes it starts
-            os.setpgid(pid, pid)
-        return _wait(pids, timeout_s)
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _become_rank(
-    main: Callable[[list[str]], None], argv: list[str], env: dict[str, str], log: str
-) -> NoReturn:
-    """Run ``main`` in this forked process and exit with its status."""
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        with open(log, "wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        os.environ.update(env)
-        main(argv)
-        code = 0
-    except SystemExit as error:
-        code = (
-            error.code if isinstance(error.code, int) else int(error.code is not None)
-        )
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(pids: Sequence[int], timeout_s: float) -> list[int | None]:
-    """Wait for all ranks; the first failure shortens the deadline, since its peers can only run into timeouts."""
-    deadline = time.monotonic() + timeout_s
-    codes: dict[int, int] = {}
-    failed = False
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for pid in pids:
-            if pid in codes:
-                continue
-            exited, status = os.waitpid(pid, os.WNOHANG)
-            if exited:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        if not failed and any(codes.values()):
-            failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-        time.sleep(0.02)
-    return [codes.get(pid) for pid in pids]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import random
 import sys
 import time
 import types
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing  # noqa: E402
@@ -45,6 +44,12 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from tests.lib import cpu_memory  # noqa: E402
 from tests.lib.jobs import dense_twin, tiny_models  # noqa: E402
+from tests.lib.jobs.parameters import (  # noqa: E402
+    initialise,
+    named_parameters,
+    unwrapped,
+    whole,
+)
 from tests.lib.kernels_reference import dense_attention  # noqa: E402
 from tests.lib.observer import observe  # noqa: E402
 from tests.lib.texts import text_dataset  # noqa: E402
@@ -58,8 +63,6 @@ from torchtitan_cad.planning import (  # noqa: E402
     register_planner,
 )
 from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
-
-WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -311,13 +314,11 @@ def record_gradients(step: int) -> None:
     def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
         def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
             if self.step == step:
-                whole = dict(named_biases(self.model_parts))
+                gradients = dict(named_biases(self.model_parts))
                 for name, parameter in named_parameters(self.model_parts):
-                    grad = parameter.grad
-                    if grad is not None:
-                        is_sharded = isinstance(grad, DTensor)
-                        whole[name] = grad.full_tensor() if is_sharded else grad
-                torch.save(whole, record("grads_rank{rank}.pt"))
+                    if parameter.grad is not None:
+                        gradients[name] = whole(parameter.grad)
+                torch.save(gradients, record("grads_rank{rank}.pt"))
             return clip(*clip_args, **clip_kwargs)
 
         dist_utils.clip_grad_norm_ = dump_and_clip
@@ -426,8 +427,10 @@ def plant_rates(link: float) -> None:
     session.measure_times = measure
 
 
-def compute_in_fp64(_: bool) -> None:
+def compute_in_fp64(asked: bool) -> None:
     """Everything that is fp32 becomes fp64, and attention is the textbook's. Rotary angles keep their fp32 values."""
+    if not asked:
+        return
     TORCH_DTYPE_MAP["float32"] = torch.float64
     narrow = torch.Tensor.float
     convert = torch.Tensor.to
@@ -465,38 +468,19 @@ def initialise_by_name(seed: int) -> None:
     """
     init = titan_train.Trainer.__init__
 
+    def value_of(name: str, noise: torch.Tensor) -> torch.Tensor | None:
+        # weights of norms, which are 1
+        if noise.dim() < 2 and not name.endswith(("bias", "sinks")):
+            return None
+        # of two experts rounding must not choose the other
+        return noise * (0.2 if "router.gate" in name else 0.02)
+
     @functools.wraps(init)
     def init_then_fill(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        with torch.no_grad():
-            for name, parameter in named_parameters(self.model_parts):
-                # weights of norms, which are 1
-                if parameter.dim() < 2 and not name.endswith(("bias", "sinks")):
-                    continue
-                generator = torch.Generator().manual_seed(
-                    zlib.crc32(f"{seed}/{name}".encode())
-                )
-                # of two experts rounding must not choose the other
-                scale = 0.2 if "router.gate" in name else 0.02
-                value = torch.randn(parameter.shape, generator=generator).mul_(scale)
-                if isinstance(parameter, DTensor):
-                    value = distribute_tensor(
-                        value, parameter.device_mesh, parameter.placements
-                    )
-                parameter.copy_(value)
+        initialise(self.model_parts, seed, value_of)
 
     titan_train.Trainer.__init__ = init_then_fill
-
-
-def named_parameters(
-    model_parts: list[torch.nn.Module],
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters under the names they have before activation checkpointing, compile and DDP wrap their modules."""
-    return [
-        (unwrapped(name), parameter)
-        for part in model_parts
-        for name, parameter in part.named_parameters()
-    ]
 
 
 def named_biases(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
@@ -507,12 +491,6 @@ def named_biases(model_parts: list[torch.nn.Module]) -> list[tuple[str, torch.Te
         for name, buffer in part.named_buffers()
     ]
     return [(name, buffer) for name, buffer in buffers if name.endswith("expert_bias")]
-
-
-def unwrapped(name: str) -> str:
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 HOOKS = {
