@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Signals and full disks under both launchers: who is at fault, in the first lines; nothing left behind; a resume."""
+"""Signals and full disks under both launchers: who is at fault, in the first lines; nothing left behind; a resume.
+
+The data of some jobs is loaded by worker processes.
+"""
 
 import functools
 import os
@@ -43,8 +46,12 @@ OF_STORE = r"(\[rank\d\]:)?\[W.* TCPStore\.cpp|Exception raised from |frame #|<o
 """Lines that torch prints for a rank that was asking the store when its host, the launcher, vanished."""
 
 
-def strike(job: Launched, target: int | str, name: str) -> str:
-    """Send a signal to a rank, the whole job or its launcher, and return what one of the first lines must then be."""
+def strike(job: Launched, target: str, name: str) -> str:
+    """Send a signal, and return what one of the first lines must then be.
+
+    Args:
+        target: a rank, the worker of one, the whole job or its launcher.
+    """
     if target == "launcher":  # which has no time left to end its ranks
         job.process.kill()
         return rf"the launcher \([^)]*pid {job.process.pid}\) {OF_RANK['SIGKILL']}"
@@ -54,42 +61,50 @@ def strike(job: Launched, target: int | str, name: str) -> str:
         send = os.killpg if name == "SIGINT" else os.kill
         send(job.process.pid, number)
         return rf"rank \d \([^)]*\) received {name} at step \d+"
+    if target == "worker":
+        os.kill(job.children_of(job.rank_pids()[1])[-1], number)
+        return (
+            r"rank 1 .* stopped by itself .*DataLoader worker .*(killed|exited|reset)"
+        )
     pid = job.rank_pids()[int(target)]
     os.kill(pid, number)
     return rf"rank {target} \([^)]*pid {pid}\) {OF_RANK[name]}"
 
 
-IN_MATRIX = [(TORCHRUN, 2, 1, "SIGKILL"), (LAUNCH, 2, "launcher", "SIGKILL")]
-IN_SLOW = [
-    (TORCHRUN, 2, 0, "SIGKILL"),
-    (TORCHRUN, 4, 0, "SIGKILL"),
-    (TORCHRUN, 4, 3, "SIGKILL"),
-    (TORCHRUN, 2, 1, "SIGTERM"),
-    (TORCHRUN, 4, 2, "SIGTERM"),
-    (TORCHRUN, 2, 1, "SIGSTOP"),
-    (TORCHRUN, 4, 2, "SIGSTOP"),
-    (LAUNCH, 2, 1, "SIGKILL"),
-    (LAUNCH, 4, 3, "SIGKILL"),
-    (LAUNCH, 4, 2, "SIGTERM"),
-    (LAUNCH, 2, 1, "SIGSTOP"),
-    (LAUNCH, 4, "launcher", "SIGKILL"),
-    (TORCHRUN, 2, "launcher", "SIGKILL"),
-    (TORCHRUN, 4, "launcher", "SIGKILL"),
-    *product((LAUNCH, TORCHRUN), (2, 4), ["job"], ("SIGINT", "SIGTERM")),
-]
+LAUNCHERS = {"torchrun": TORCHRUN, "launch": LAUNCH}
+IN_MATRIX = ("torchrun 2 1 SIGKILL", "launch 2 launcher SIGKILL")
+IN_SLOW = (
+    "torchrun 2 0 SIGKILL",
+    "torchrun 4 0 SIGKILL",
+    "torchrun 4 3 SIGKILL",
+    "torchrun 2 1 SIGTERM",
+    "torchrun 4 2 SIGTERM",
+    "torchrun 2 1 SIGSTOP",
+    "torchrun 4 2 SIGSTOP",
+    "launch 2 1 SIGKILL",
+    "launch 4 3 SIGKILL",
+    "launch 4 2 SIGTERM",
+    "launch 2 1 SIGSTOP",
+    "launch 4 launcher SIGKILL",
+    "torchrun 2 launcher SIGKILL",
+    "torchrun 4 launcher SIGKILL",
+    *map(" ".join, product(LAUNCHERS, "24", ["job"], ("SIGINT", "SIGTERM"))),
+)
+"""Launcher, ranks, what the signal goes to, and the signal."""
 
 
 @pytest.mark.parametrize(
-    ("launcher", "nranks", "target", "name"),
+    "case",
     [
-        *(pytest.param(*case, marks=matrix) for case in IN_MATRIX),
-        *(pytest.param(*case, marks=slow) for case in IN_SLOW),
+        *(pytest.param(case, marks=matrix) for case in IN_MATRIX),
+        *(pytest.param(case, marks=slow) for case in IN_SLOW),
     ],
 )
-def test_who_is_at_fault_is_named_first_and_the_job_resumes(
-    launcher, nranks, target, name, tmp_path
-):
+def test_who_is_at_fault_is_named_first_and_the_job_resumes(case, tmp_path):
     """The job ends in time, with a whole summary, and leaves nothing behind."""
+    started_by, ranks, target, name = case.split()
+    launcher = LAUNCHERS[started_by]
+    nranks = int(ranks)
     shared = shared_memory()
     args = [*JOB, *CHECKPOINTS]
     with launched(args, tmp_path, nranks, launcher) as job:
@@ -205,3 +220,79 @@ def undisturbed(nranks: int) -> dict[int, float]:
         with launched(JOB, Path(folder), nranks) as job:
             job.wait_for("step: +61 ", START_S)
         return check_summary(Path(folder))
+
+
+@matrix
+def test_entry_point_under_torchrun_without_cad(tmp_path):
+    with launched(
+        ["--parallelism.no-cad", "--training.steps=2"], tmp_path, launcher=TORCHRUN
+    ) as job:
+        returncode, _ = job.finish(180)
+    assert returncode == 0, "\n".join(job.lines)
+    assert any("Training completed" in line for line in job.lines)
+
+
+# Jobs whose data is loaded by worker processes ------------------------------------------------------------------------
+
+WITH_WORKERS = [
+    "--experimental.custom_import=tests.lib.jobs.worker_jobs",
+    "--training.dataloader.num_workers=2",
+    "--training.dataloader.persistent_workers",
+    "--cad.heartbeat_seconds=0.5",
+]
+DOCUMENT = (
+    "of 200,000 tokens: a worker sends what is left of it with every batch, more than its pipe holds. "
+    * 2000
+)
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def method(request, monkeypatch) -> Iterator[str]:
+    """How workers start; afterwards no shared memory is left."""
+    monkeypatch.setenv("WORKER_START_METHOD", request.param)
+    shared = shared_memory()
+    yield request.param
+    assert shared_memory() == shared
+
+
+@matrix
+@pytest.mark.usefixtures("method")
+def test_job_with_workers_ends_after_its_last_step(tmp_path):
+    with launched([*WITH_WORKERS, "--training.steps=2"], tmp_path) as job:
+        job.wait_for("Training completed", START_S)
+        assert job.finish(45)[0] == 0
+    assert sum("Process group destroyed" in line for line in job.lines) == 2
+
+
+@matrix
+@pytest.mark.parametrize(
+    ("target", "name", "code"),
+    [
+        ("worker", "SIGKILL", 1),
+        ("1", "SIGKILL", 137),
+        ("1", "SIGTERM", 143),
+        ("job", "SIGTERM", 143),
+        ("job", "SIGINT", 130),
+    ],
+)
+def test_job_with_workers_ends_soon_with_its_cause(
+    method, target, name, code, tmp_path
+):
+    """While workers wait for somebody to take what they have loaded."""
+    if (method, target, name) == ("spawn", "1", "SIGKILL"):
+        pytest.skip("torch's spawned workers wait for ever to send what they loaded")
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for number in range(8):
+        (documents / f"{number}.txt").write_text(f"{number} {DOCUMENT}")
+    endless = ["--training.steps=100000", f"--training.dataset_path={documents}"]
+    with launched([*WITH_WORKERS, *endless], tmp_path) as job:
+        job.wait_for(r"step: +4 ", START_S)
+        for pid in job.rank_pids().values():
+            assert len(job.children_of(pid)) >= 2
+        before = len(job.lines)
+        cause = strike(job, target, name)
+        returned, _ = job.finish(45)
+    said = "\n".join(job.lines[before:])
+    assert returned == code, said
+    assert re.search(cause, said), said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Chooses how workers start; jobs of test_workers.py import it (`custom_import`)."""
+"""Chooses how workers start; jobs of test_signals.py import it (`custom_import`)."""
 
 import multiprocessing
 import os
