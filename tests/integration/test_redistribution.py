@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Redistributing tokens to other homes. That jobs train with their labels and positions is in test_placement.py."""
+"""Redistributing tokens to other homes. That jobs train with their labels and positions is in test_cad.py."""
 
 from contextlib import nullcontext
 from itertools import chain
@@ -43,14 +43,13 @@ def tokens_in_order(layouts: list[TokenLayout]) -> list[tuple[int, int]]:
     return list(chain.from_iterable(ranks))
 
 
-def any_homes(loaded: list[TokenLayout], rng: np.random.Generator) -> list[TokenLayout]:
-    """Homes of the same tokens, every one anywhere in the step; as many on every rank."""
-    num_ranks = loaded[0].num_ranks
+def homes_of(tokens: np.ndarray, layout: TokenLayout, parts: int) -> list[TokenLayout]:
+    """Homes in this order, over the parts of a step; as many on every rank of the layout."""
     homes = []
-    for part in np.split(rng.permutation(tokens_in_order(loaded)), len(loaded)):
-        ranks = np.repeat(np.arange(num_ranks), len(part) // num_ranks)
+    for part in np.split(tokens, parts):
+        ranks = np.repeat(np.arange(layout.num_ranks), len(part) // layout.num_ranks)
         ones = np.ones(len(part), np.int64)
-        homes.append(TokenLayout(num_ranks, ranks, *part.T, ones, ones > 0))
+        homes.append(TokenLayout(layout.num_ranks, ranks, *part.T, ones, ones > 0))
     return homes
 
 
@@ -75,7 +74,7 @@ few = st.integers(1, 3)
 
 @given(few, few, few, few, st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed):
-    """Looks up, token by token, what the new layouts say."""
+    """Homes are anywhere in the step."""
     rng = np.random.default_rng(seed)
     shape = BatchShape(rows * microbatches, cp * columns, rows)
     size = shape.rows * shape.seq_len
@@ -85,7 +84,9 @@ def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed
         for _ in range(dp)
     ]
     loaded = [*chain(*step_layouts(starts, [shape] * dp, cp, nano_batches=1))]
-    homes = any_homes(loaded, rng)
+    order = rng.permutation(dp * size)
+    tokens = np.array(tokens_in_order(loaded))
+    homes = homes_of(tokens[order], loaded[0], microbatches)
     slots = [
         slots_of_nano_batches(shape, i, cp, nano_batches=1)[0]
         for i in range(microbatches)
@@ -94,14 +95,12 @@ def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed
     batches = torch.arange(dp * size).view(dp, shape.rows, -1)
     redistributed = exchanged(ways, batches)
 
-    def by_part_and_rank(batches: torch.Tensor) -> list[int]:
+    def by_part_and_rank(batches: torch.Tensor) -> np.ndarray:
         cut = batches.view(dp, microbatches, rows, cp, columns)
-        return cut.permute(1, 0, 3, 2, 4).flatten().tolist()
+        return cut.permute(1, 0, 3, 2, 4).flatten().numpy()
 
-    before = tokens_in_order(loaded)
-    after = tokens_in_order(homes)
-    number = dict(zip(before, by_part_and_rank(batches), strict=True))
-    assert by_part_and_rank(redistributed) == [number[token] for token in after]
+    expected = by_part_and_rank(batches)[order]
+    assert np.array_equal(by_part_and_rank(redistributed), expected)
 
 
 @pytest.mark.parametrize("length", [4, 8, None])

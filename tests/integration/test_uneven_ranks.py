@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that load unequal rows, or unequal numbers of validation batches; batch keys of the loader's own."""
+"""Data of several ranks: unequal rows or numbers of batches, and however one of them ends, all learn of it at once.
 
-from collections.abc import Iterator
+Ranks are threads with a gloo group of their own, connected through real sockets.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -14,20 +20,311 @@ from torch.utils.data import IterableDataset
 
 from tests.lib.jobs.harness import parse_job
 from tests.lib.jobs.loaders import (
+    AT_ONCE_S,
+    CPU,
     RANKS,
     CountingLoader,
     OneRank,
     ParallelAwareDataloader,
     ShorterFrom,
     connect,
+    counting,
+    documents,
+    drain,
     drain_at_once,
+    groups,
     on_all,
 )
 from tests.lib.refusals import refusal
-from torchtitan_cad.integration.loading.loader import PLAN_KEYS
+from tests.lib.threaded import thread_transports
+from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
+from torchtitan_cad.integration.loading.loader import PLAN_KEYS, PlanningLoader
+from torchtitan_cad.integration.loading.placement import Placement
+from torchtitan_cad.integration.loading.redistribution import POSITIONS
+from torchtitan_cad.integration.machine import measure_times
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.validation import ValidationLoader
+from torchtitan_cad.planning import LayerTimes, PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
+
+
+def planning_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "cad-planning"]
+
+
+@pytest.fixture(autouse=True)
+def _no_planning_thread_is_left() -> Iterator[None]:
+    yield
+    deadline = time.perf_counter() + AT_ONCE_S
+    while threads := planning_threads():
+        assert time.perf_counter() < deadline, threads
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_shortest_rank_ends_all_after_the_same_step(accumulation):
+    loaders = connect(counting(5, 3, 5), accumulation=accumulation)
+    numbers, errors = drain_at_once(loaders)
+    assert numbers == [[0, 1, 2][: 4 - accumulation]] * 3
+    assert errors == [None] * 3
+
+
+class FailingLoader(CountingLoader):
+    """Fails while creating its iterator, drawing its third batch, or giving its state after the second."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(8, fails_at=2 if at == "batch" else None, extra=documents(1))
+        self.at = at
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.at == "iterator":
+            raise SystemExit("no workers")
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == "state" and self.next == 2:
+            raise SystemExit("no workers")
+        return super().state_dict()
+
+
+def torn(*_: object) -> NoReturn:
+    raise ValueError("torn")
+
+
+def tear(planner: BatchPlanner, where: str) -> None:
+    """Make a rank fail once plans are made."""
+    placement: Any = planner.placement
+    if where == "redistribution":
+        placement.redistribution = torn
+    elif where == "exchange":
+
+        def exchange_torn(*arguments: Any) -> NoReturn:
+            Placement.exchange(placement, *arguments)
+            torn()
+
+        placement.exchange = exchange_torn
+
+
+MAGIC = PlannerConfig(planner="magic")
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "error", "batches"),
+    [
+        # Some errors are no ``Exception``.
+        ("iterator", {"inner": FailingLoader("iterator")}, SystemExit("no w"), (0, 0)),
+        ("batch", {"inner": FailingLoader("batch")}, OSError("on fire"), (2, 2)),
+        ("state", {"inner": FailingLoader("state")}, SystemExit("no w"), (1, 1)),
+        ("planner", {"config": MAGIC}, ValueError("magic"), (0, 0)),
+        ("engine", {"transport": None}, ValueError("give the engine a tra"), (0, 0)),
+        ("redistribution", {}, ValueError("torn"), (0, 0)),
+        # What fails after tokens have come is announced in the next step, which the peers plan ahead.
+        ("exchange", {}, ValueError("torn"), (1, 0)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rank_that_fails_is_reported_on_all(where, changes, error, batches):
+    """``batches``: how many the peers have got, and the rank itself."""
+    placement = "loader" if changes else "auto"
+    first, second, third = counting(8, 8, 8, placement=placement)
+    loaders = connect([first, replace(second, **changes), third])
+    tear(loaders[1].planner(), where)
+    numbers, errors = drain_at_once(loaders)
+    of_peers, own = batches
+    assert [len(drained) for drained in numbers] == [of_peers, own, of_peers]
+    assert isinstance(errors[1], type(error))
+    assert str(error) in str(errors[1])
+    for peer in (0, 2):
+        assert isinstance(errors[peer], PeerError)
+        assert "rank 6 failed while loading or planning a batch" in str(errors[peer])
+
+
+def test_a_failure_is_raised_as_itself_when_no_peer_is_left_to_tell():
+    ranks = [OneRank(CountingLoader(8, fails_at=0)), OneRank(CountingLoader(8))]
+    alone, _ = connect(ranks, timeout_s=1)
+    numbers, error = drain(alone)
+    assert numbers == []
+    assert isinstance(error, OSError)
+
+
+OWN_POSITIONS = {"positions": torch.arange(8).expand(4, 8)}
+PIXELS = {"pixels": torch.zeros(4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("extras", "redistributed", "warnings"),
+    [
+        ([{}, {}, {}], True, 0),
+        ([OWN_POSITIONS] * 3, True, 0),
+        ([OWN_POSITIONS, OWN_POSITIONS, {}], True, 0),
+        ([{}, PIXELS, {}], False, 1),
+    ],
+    ids=["none", "positions", "positions on some", "pixels on one"],
+)
+def test_tokens_are_redistributed_unless_a_rank_has_what_cannot_be(
+    caplog, extras, redistributed, warnings
+):
+    ranks = counting(2, 2, 2, placement="auto")
+    for rank, extra in zip(ranks, extras, strict=True):
+        rank.inner.extra.update(extra)
+    for batches in on_all(connect(ranks), list):
+        has_positions = [POSITIONS in inputs for inputs, _ in batches]
+        assert has_positions == [redistributed] * 2
+    said = [line for line in caplog.messages if "leaves batches on the ranks" in line]
+    assert len(said) == warnings
+    assert all("batch key 'pixels'" in line for line in said)
+
+
+def redistributed_over_steps() -> list[PlanningLoader]:
+    """Loaders of two ranks whose documents get other homes; the lengths of the first rank's differ between batches."""
+    ranks = counting(12, 12, placement="auto")
+    rows = torch.arange(32).view(4, 8)
+    ranks[0].inner.documents = lambda number: rows // (8 >> number % 4)
+    return connect(ranks, accumulation=4)
+
+
+def test_steps_that_are_resumed_are_redistributed_alike():
+    def take(batches: Iterable[Any]) -> list[list[int]]:
+        return [labels.flatten().tolist() for _, labels in batches]
+
+    loaders = redistributed_over_steps()
+    iterators = [iter(loader) for loader in loaders]
+    first = on_all(iterators, lambda iterator: take(itertools.islice(iterator, 4)))
+    states = [loader.state_dict() for loader in loaders]
+    later = on_all(iterators, take)
+    step = [batch for batches in first for batch in batches]
+    assert sorted(itertools.chain(*step)) == sorted([0, 1, 2, 3] * 64)
+    assert any(len(set(batch)) > 1 for batch in step), (
+        "no document came from another batch"
+    )
+    resumed = redistributed_over_steps()
+    for loader, state in zip(resumed, states, strict=True):
+        loader.load_state_dict(state)
+    assert on_all(resumed, take) == later
+
+
+def test_what_cannot_be_redistributed_ends_a_job_that_insists():
+    ranks = counting(2, 2, placement="balanced")
+    ranks[1].inner.extra |= PIXELS
+    numbers, (of_peer, own) = drain_at_once(connect(ranks))
+    assert numbers == [[], []]
+    assert isinstance(of_peer, PeerError)
+    assert isinstance(own, ValueError)
+    assert "cannot redistribute batch key 'pixels'" in str(own)
+
+
+def shorter_from(*numbers: int) -> list[OneRank]:
+    return [OneRank(ShorterFrom(number, rows=3)) for number in numbers]
+
+
+OTHER_CONFIG = PlannerConfig(tolerance=100.0, min_shard=1, tile=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "kind", "text"),
+    [
+        (
+            [*counting(8, 8), OneRank(CountingLoader(8), OTHER_CONFIG)],
+            {},
+            PlanMismatchError,
+            "ranks [8] planned a batch differently from rank 4",
+        ),
+        (
+            counting(8, 8),
+            {"cp": 2},
+            PeerError,
+            "ranks 4 and 6 share a sequence but loaded different documents",
+        ),
+        # All that is named has been loaded: a step's batches of one shape are planned together.
+        (
+            shorter_from(2, 1),
+            {"accumulation": 3},
+            PeerError,
+            "rank 6 loaded 1 of (rows, tokens, rows per microbatch) = [4, 8, 2], and rank 4 2 of ",
+        ),
+        (
+            shorter_from(1, 0),
+            {"accumulation": 3},
+            PeerError,
+            "rank 6 loaded 3 of (rows, tokens, rows per microbatch) = [3, 8, 1], and rank 4 1 of ",
+        ),
+    ],
+    ids=["plans", "documents of a sequence", "order of shapes", "shapes"],
+)
+def test_what_differs_between_ranks_is_an_error_on_all(ranks, options, kind, text):
+    _, errors = drain_at_once(connect(ranks, **options))
+    for error in errors:
+        assert isinstance(error, kind)
+        assert text in str(error)
+
+
+def take_two_and_close(loader: PlanningLoader) -> float:
+    """Seconds that closing took."""
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    begin = time.perf_counter()
+    loader.close()
+    return time.perf_counter() - begin
+
+
+def test_all_ranks_can_close_and_start_over():
+    loaders = connect(counting(1000, 1000, 1000))
+    for _ in range(2):
+        assert max(on_all(loaders, take_two_and_close)) < AT_ONCE_S
+        assert not planning_threads()
+        on_all(loaders, lambda loader: loader.load_state_dict({"next": 0}))
+
+
+def test_closing_waits_no_longer_than_told_for_a_peer_that_never_plans():
+    alone, _ = connect(counting(8, 8), timeout_s=3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(drain, alone)
+        deadline = time.perf_counter() + AT_ONCE_S
+        while not planning_threads():
+            assert time.perf_counter() < deadline
+            time.sleep(0.01)
+        alone.close(timeout_s=0.2)
+        assert not waiting.done()
+        numbers, error = waiting.result(AT_ONCE_S)
+    assert numbers == []
+    assert isinstance(error, RuntimeError)
+
+
+def test_all_ranks_plan_by_the_times_of_the_slowest():
+    """Ranks of two hosts measure different times; all take the same, bit for bit."""
+    group_of = groups()
+    transports = thread_transports(len(RANKS))
+
+    def measure(group_rank: int) -> LayerTimes:
+        return measure_times(
+            (1.0 + group_rank, 3.0 - group_rank),
+            transports[group_rank],
+            (0, 0, 1),
+            group_rank,
+            CPU,
+            group_of(group_rank),
+            overlaps=True,
+        )
+
+    first, *others = on_all(range(len(RANKS)), measure)
+    assert others == [first, first]
+    assert (first.unit, first.linear) == (3.0, 3.0)
+
+
+def test_a_step_that_stays_home_says_why_once(caplog):
+    caplog.set_level("INFO")
+    slow = LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False)
+    _, errors = drain_at_once(connect(counting(3, 3, times=slow)))
+    assert errors == [None, None]
+    begin = "CAD leaves attention where its tokens are"
+    said = [line for line in caplog.messages if line.startswith(begin)]
+    assert len(said) == 2  # of two ranks
+    assert "a link of 0.001 GB/s" in said[0]
+
+
+# Unequal rows, and unequal numbers of validation batches --------------------------------------------------------------
 
 
 def test_ranks_with_fewer_rows_are_planned_with_the_others():
