@@ -5,7 +5,6 @@ Users' jobs share a folder of compiled graphs, in which torch finds them by keys
 Stock torchtitan runs with patches/compile_caches.patch.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.integration.test_experts import GROUPED
 from tests.lib.jobs.compositions import (
-    ATTENTION_KEPT,
     CAD,
     COMMON,
-    COMPILE,
-    CP2,
-    EP2,
-    ETP2,
-    FULL,
-    HALVES,
-    OP,
-    PP2,
-    RESEND,
-    ROW1,
-    SYMMETRIC,
-    TP2,
     assert_close,
-    dp,
     needs_traced,
+    options,
 )
 from tests.lib.jobs.harness import RunResult, parse_job, run
 from tests.lib.jobs.patched import torchtitan_with
@@ -52,11 +37,11 @@ from torchtitan_cad.integration.compile_caches import (  # noqa: E402
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
 
 STEPS = ("--training.steps=2",)
-LOSS = (*COMPILE, "--compile.components=loss")
 
 
-def train(folder: Path, nranks: int, *args: str) -> RunResult:
-    """A run with the caches of ``folder``, by stock torchtitan unless ``args`` have CAD."""
+def train(folder: Path, nranks: int, words: str) -> RunResult:
+    """A run with the caches of ``folder``, by stock torchtitan unless the words have CAD."""
+    args = options(words)
     env = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     search = [] if set(CAD) <= set(args) else [torchtitan_with("compile_caches")]
     return run(
@@ -74,80 +59,69 @@ def assert_same(first: RunResult, last: RunResult) -> None:
 
 def test_a_second_start_takes_every_graph_and_no_other_ranks(tmp_path):
     """Ranks of one group of tensor parallelism compile the loss for different parts of the vocabulary."""
-    first, second = (train(tmp_path, 2, *CAD, *TP2, *LOSS) for _ in range(2))
+    first, second = (train(tmp_path, 2, "cad tp2 compile_loss") for _ in range(2))
     assert_same(first, second)
 
 
-SLOW = ("tp2", "tp2_ac_op", "ep2", "ep2_tp2_etp2_loss", "tp2_halves", "ep2_halves")
-"""Cases in which four ranks compile blocks, for more than a minute."""
-# Name: ranks, and arguments with and without CAD.
-BESIDE_STOCK = {
-    "fsdp2": (2, COMPILE),
-    "tp2_loss": (4, (*TP2, *LOSS)),
-    "tp2": (4, (*TP2, *COMPILE)),
-    "tp2_ac_op": (4, (*TP2, *COMPILE, *OP)),
-    "ep2": (4, (*GROUPED, *EP2, *COMPILE)),
-    "ep2_tp2_etp2_loss": (4, (*GROUPED, *TP2, *EP2, *ETP2, *LOSS)),
-}
+def case(nranks: int, *jobs: str) -> Any:
+    """A case of the matrix, or of the slow set, in which four ranks compile blocks for more than a minute."""
+    words = " ".join(jobs)
+    is_slow = nranks == 4 and ("compile_loss" not in words or "grouped" in words)
+    marks = [slow if is_slow else matrix]
+    if "symm_mem" in words:
+        marks.append(needs_linux)
+    if "traced" in words:
+        marks.append(needs_traced)
+    return pytest.param(nranks, *jobs, marks=marks)
 
 
-def by_name(names: Iterable[str]) -> list[Any]:
-    """Cases of the matrix, or of the slow set."""
-    cases = []
-    for name in names:
-        marks = [slow if name in SLOW else matrix]
-        if name == "symm_mem":
-            marks.append(needs_linux)
-        if name.startswith("traced"):
-            marks.append(needs_traced)
-        cases.append(pytest.param(name, marks=marks))
-    return cases
+BESIDE_STOCK = [
+    case(2, "compile"),
+    case(4, "tp2 compile_loss"),
+    case(4, "tp2 compile"),
+    case(4, "tp2 compile ac_op"),
+    case(4, "grouped ep2 compile"),
+    case(4, "grouped tp2 ep2 etp2 compile_loss"),
+]
 
 
 @pytest.mark.parametrize("first", ["cad", "stock"])
-@pytest.mark.parametrize("name", by_name(BESIDE_STOCK))
-def test_graphs_of_stock_torchtitan_lie_beside(name, first, tmp_path):
-    nranks, job = BESIDE_STOCK[name]
-    one, other = ((*job, *CAD), job) if first == "cad" else (job, (*job, *CAD))
+@pytest.mark.parametrize(("nranks", "job"), BESIDE_STOCK)
+def test_graphs_of_stock_torchtitan_lie_beside(nranks, job, first, tmp_path):
+    cad = f"{job} cad"
+    one, other = (cad, job) if first == "cad" else (job, cad)
     before, between, after = (
-        train(tmp_path, nranks, *args) for args in (one, other, one)
+        train(tmp_path, nranks, words) for words in (one, other, one)
     )
     assert_same(before, after)
     assert_close(between.losses[:1], before.losses[:1], "loss")
 
 
-OPAQUE = (*COMPILE, *HALVES, "--cad.streams=opaque")
-TRACED = (*COMPILE, *HALVES, "--cad.streams=traced")
-# Name: ranks, arguments of a job with CAD, and of another.
-BESIDE_ANOTHER = {
-    "symm_mem": (2, COMPILE, (*COMPILE, *SYMMETRIC)),
-    "other_plans": (
-        2,
-        COMPILE,
-        (*COMPILE, "--cad.placement=auto", "--cad.min_shard=64"),
-    ),
-    "resend": (2, COMPILE, (*COMPILE, *RESEND)),
-    "ac_op": (2, COMPILE, (*COMPILE, *OP)),
-    "ac_full": (2, (*COMPILE, *FULL), (*COMPILE, *ATTENTION_KEPT)),
-    "halves": (2, COMPILE, OPAQUE),
-    "halves_in_the_middle": (2, OPAQUE, (*OPAQUE, *ROW1)),
-    "tp2_cp2": (4, (*TP2, *LOSS), (*TP2, *CP2, *LOSS)),
-    "tp2_pp2": (4, (*TP2, *LOSS), (*TP2, *PP2, *LOSS)),
-    "tp2_halves": (4, (*TP2, *COMPILE), (*TP2, *OPAQUE)),
-    "tp2_of_4_and_of_2": (4, (*TP2, *LOSS), (*dp(tensor_parallel=4), *LOSS)),
-    "ep2_halves": (4, (*GROUPED, *EP2, *COMPILE), (*GROUPED, *EP2, *OPAQUE)),
-    "traced_opaque": (2, TRACED, OPAQUE),
-    "traced_resend": (2, TRACED, (*TRACED, *RESEND)),
-}
+BESIDE_ANOTHER = [
+    case(2, "compile", "compile symm_mem"),
+    case(2, "compile", "compile placed --cad.min_shard=64"),
+    case(2, "compile", "compile resend"),
+    case(2, "compile", "compile ac_op"),
+    case(2, "compile ac_full", "compile attention_kept"),
+    case(2, "compile", "compile halves opaque"),
+    case(2, "compile halves opaque", "compile halves opaque row1"),
+    case(4, "tp2 compile_loss", "tp2 cp2 compile_loss"),
+    case(4, "tp2 compile_loss", "tp2 pp2 compile_loss"),
+    case(4, "tp2 compile", "tp2 compile halves opaque"),
+    case(4, "tp2 compile_loss", "tp4 compile_loss"),
+    case(4, "grouped ep2 compile", "grouped ep2 compile halves opaque"),
+    case(2, "compile halves traced", "compile halves opaque"),
+    case(2, "compile halves traced", "compile halves traced resend"),
+]
 
 
-@pytest.mark.parametrize("name", by_name(BESIDE_ANOTHER))
-def test_graphs_of_another_job_lie_beside(name, tmp_path):
-    nranks, *jobs = BESIDE_ANOTHER[name]
-    before = [train(tmp_path, nranks, *CAD, *job) for job in jobs]
-    after = [train(tmp_path, nranks, *CAD, *job) for job in jobs]
-    for first, last in zip(before, after, strict=True):
-        assert_same(first, last)
+@pytest.mark.parametrize(("nranks", "first", "second"), BESIDE_ANOTHER)
+def test_graphs_of_another_job_lie_beside(nranks, first, second, tmp_path):
+    one, other, one_again, other_again = (
+        train(tmp_path, nranks, f"cad {job}") for job in (first, second, first, second)
+    )
+    assert_same(one, one_again)
+    assert_same(other, other_again)
 
 
 def places(**degrees: int) -> list[str]:

@@ -10,46 +10,43 @@ import pytest
 
 from tests.lib.jobs.compositions import (
     COMMON,
-    COMPILE,
-    DEFAULTS,
     FAST,
-    HALVES,
-    PP2,
     SLOW,
-    VALIDATION,
+    TOLERANCE,
     cad_summary,
-    global_batch,
-    schedule,
+    options,
 )
 from tests.lib.jobs.harness import RunResult, run
 from tests.lib.sets import matrix, params
 
-JOB = (*COMMON, *DEFAULTS, *VALIDATION, "--training.steps=3")
+JOB = (
+    *COMMON,
+    *options("cad_defaults validation --validation.freq=3"),
+    "--training.steps=3",
+)
 SAVED = ("--checkpoint.enable", "--checkpoint.interval=2")
-PP1 = (*PP2, "--parallelism.pipeline_parallel_microbatch_size=1")
-IN_TURN = (*PP1, *schedule("1F1B"))
-IN_TICKS = (*PP1, *schedule("CAD1F1B"))
-
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "2 ranks, accumulation, halves": (2, (*global_batch(8), *HALVES)),
-    "2 ranks, halves, compiled": (2, (*HALVES, *COMPILE)),
-    "4 ranks, accumulation": (4, global_batch(16)),
-    "4 ranks, halves": (4, HALVES),
-    "2 stages, accumulation": (2, (*IN_TURN, *global_batch(8))),
-    "2 stages in ticks, accumulation, halves": (
-        2,
-        (*IN_TICKS, *global_batch(8), *HALVES),
-    ),
-    "2 stages of 2 ranks": (4, IN_TURN),
-    "2 stages of 2 ranks, accumulation, halves": (
-        4,
-        (*IN_TURN, *global_batch(16), *HALVES),
-    ),
-    "2 stages of 2 ranks in ticks, accumulation": (4, (*IN_TICKS, *global_batch(16))),
+CASES = {
+    "batch8 halves": 2,
+    "halves compile": 2,
+    "batch16": 4,
+    "halves": 4,
+    "pp2 by_one_row 1f1b batch8": 2,
+    "pp2 by_one_row cad1f1b batch8 halves": 2,
+    "pp2 by_one_row 1f1b": 4,
+    "pp2 by_one_row 1f1b batch16 halves": 4,
+    "pp2 by_one_row cad1f1b batch16": 4,
 }
-ALONE = ("2 stages, accumulation",)
-"""Cases with groups of one rank, in which placement alone has a choice."""
-SHORT = ("2 ranks, accumulation, halves",)
+"""Options and ranks."""
+RESUMED = CASES | {
+    "--parallelism.no-cad": 2,
+    # torchtitan has no validation for some models.
+    "--validation.no-enable ep2 moe halves": 2,
+    "--validation.no-enable ep2 --model.name=deepseek_v3 --model.flavor=tiny": 2,
+    "--validation.no-enable ep2 --model.name=llama4 --model.flavor=tiny": 2,
+    "--validation.no-enable ep2 --model.name=gpt_oss --model.flavor=tiny": 2,
+}
+ALONE = "pp2 by_one_row 1f1b batch8"
+"""Groups of one rank, in which placement alone has a choice."""
 
 
 def numbers(result: RunResult) -> list[float]:
@@ -58,36 +55,38 @@ def numbers(result: RunResult) -> list[float]:
 
 
 @functools.cache
-def trained(name: str) -> RunResult:
+def trained(words: str) -> RunResult:
     """The case's job, which saves a checkpoint at step 2 of 3; ranks find links by which moving attention pays."""
-    nranks, args = CASES[name]
-    return run([*JOB, *SAVED, *args], nranks, 300, link=FAST)
+    return run([*JOB, *SAVED, *options(words)], RESUMED[words], 300, link=FAST)
 
 
-@pytest.mark.parametrize("name", params(CASES, SHORT))
-def test_equal_jobs_have_equal_bits(name):
-    nranks, args = CASES[name]
-    first = trained(name)
-    second = run([*JOB, *args], nranks, 300, link=SLOW)
+@pytest.mark.parametrize("words", params(CASES, ["batch8 halves"]))
+def test_equal_jobs_have_equal_bits(words):
+    first = trained(words)
+    second = run([*JOB, *options(words)], CASES[words], 300, link=SLOW)
     assert len(first.losses) == 3
     assert numbers(second) == numbers(first)
-    assert cad_summary(first)["tasks_moved"] > 0 or name in ALONE
+    assert cad_summary(first)["tasks_moved"] > 0 or words == ALONE
     said = "debug.deterministic = true: plans depend on the batch alone (cad.tolerance = 0.02)"
     for log in first.logs:
         assert log.count(said) == 1
 
 
 @matrix
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_job_has_the_same_bits(name):
-    nranks, args = CASES[name]
-    whole = trained(name)
+@pytest.mark.parametrize("words", RESUMED)
+def test_a_resumed_job_has_the_same_bits(words):
+    """Though the batch after the checkpoint had been redistributed already.
+
+    Validation is only checked to run: torchtitan does not checkpoint its loader.
+    """
+    whole = trained(words)
     folder = f"--checkpoint.folder={whole.dump_folder / 'checkpoint'}"
-    job = [*JOB, *SAVED, *args, folder, "--checkpoint.load_step=2"]
-    resumed = run(job, nranks, 300, link=SLOW)
+    job = [*JOB, *SAVED, *options(words), folder, "--checkpoint.load_step=2"]
+    resumed = run(job, RESUMED[words], 300, link=SLOW)
     assert resumed.steps == [3]
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
+    assert [*resumed.validation_losses] == [*whole.validation_losses][1:]
 
 
 @matrix
@@ -98,3 +97,16 @@ def test_without_it_rates_decide():
     slow = run(job, link=SLOW)
     assert numbers(fast) != numbers(slow)
     assert cad_summary(fast)["tasks_moved"] > 0 == cad_summary(slow)["tasks_moved"]
+
+
+@matrix
+@pytest.mark.parametrize("saved_with", ["cad", "no-cad"])
+def test_checkpoints_are_the_same_with_and_without_cad(saved_with, tmp_path):
+    job = (*options("placed batch8 --training.steps=4"), *SAVED)
+    other = "no-cad" if saved_with == "cad" else "cad"
+    whole = run([*job, f"--parallelism.{saved_with}"], dump_folder=tmp_path)
+    load = (f"--parallelism.{other}", "--checkpoint.load_step=2")
+    resumed = run([*job, *load], dump_folder=tmp_path)
+    assert resumed.steps == [3, 4]
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=TOLERANCE)
+    assert resumed.grad_norms == pytest.approx(whole.grad_norms[2:], rel=TOLERANCE)

@@ -12,13 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.lib.fake_flash_attn import install
-from tests.lib.jobs.compositions import (
-    COMPILE,
-    CP2,
-    TP2,
-    dp,
-    schedule,
-)
+from tests.lib.jobs.compositions import options
 from tests.lib.sets import CONFIGS
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
@@ -39,8 +33,6 @@ SYNTHETIC = [
     "--training.dataset_path=lognormal:median=500,sigma=1,max=2048,seed=1",
 ]
 CHECKPOINT = "--checkpoint.enable"
-PP2 = dp(pipeline_parallel=2)
-VALIDATION = ["--validation.enable", "--validation.dataset=c4_test"]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +127,9 @@ def test_without_measuring(good, monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-FAILING: list[tuple[list[str], dict[str, str]]] = [
+FAILING: list[tuple[str, dict[str, str]]] = [
     (
-        ["--cad.planner=foo", "--model.hf_assets_path=none", "--training.dataset=c5"],
+        "--cad.planner=foo --model.hf_assets_path=none --training.dataset=c5",
         {
             "config": r"cad\.planner = 'foo'.*set",
             "tokenizer": r"model\.hf_assets_path = 'none': no such folder; .*`torchtitan-cad prepare",
@@ -145,15 +137,9 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
         },
     ),
     (
-        [
-            "--model.hf_assets_path={big}",
-            "--training.dataset=c4_test",
-            "--training.dataset_path=no/such/data",
-            *VALIDATION,
-            "--cad.kernel=flash_attn",
-            CHECKPOINT,
-            "--checkpoint.load_step=7",
-        ],
+        "--model.hf_assets_path={big} --training.dataset=c4_test --training.dataset_path=no/such/data "
+        "--validation.enable --validation.dataset=c4_test --cad.kernel=flash_attn "
+        "--checkpoint.enable --checkpoint.load_step=7",
         {
             "tokenizer": "has 2100 tokens, model.flavor = 'debugmodel' only 2048",
             "dataset": r"training\.dataset = 'c4_test' at no/such/data: .*; set .*_path to",
@@ -163,14 +149,8 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
         },
     ),
     (
-        [
-            *PP2,
-            *schedule("CAD1F1B"),
-            "--parallelism.pipeline_parallel_layers_per_stage=1",
-            CHECKPOINT,
-            "--checkpoint.initial_load_path=none",
-            "--checkpoint.folder=new",
-        ],
+        "stages2 cad1f1b --parallelism.pipeline_parallel_layers_per_stage=1 "
+        "--checkpoint.enable --checkpoint.initial_load_path=none --checkpoint.folder=new",
         {
             "config": "layers_per_stage = 1: 8 stages.*needs exactly 2",
             "checkpoint": r"checkpoint\.initial_load_path = 'none': there is no .metadata",
@@ -178,12 +158,7 @@ FAILING: list[tuple[list[str], dict[str, str]]] = [
     ),
     # Heads over ranks, and checkpoints into a folder.
     (
-        [
-            "--model.flavor=debugmodel_cpu",
-            "--parallelism.tensor_parallel_degree=4",
-            CHECKPOINT,
-            "--job.dump_folder={big}/tokenizer.json/outputs",
-        ],
+        "--model.flavor=debugmodel_cpu tp4 --checkpoint.enable --job.dump_folder={big}/tokenizer.json/outputs",
         {
             "model": "tensor_parallel_degree = 4 does not divide the . key heads",
             "checkpoint": "cannot write to",
@@ -200,11 +175,11 @@ def big(tmp_path_factory) -> Path:
     return prepare_tokenizer(tmp_path_factory.mktemp("big"), 2100, texts=[text])
 
 
-@pytest.mark.parametrize(("args", "messages"), FAILING, ids=lambda x: ", ".join(x))
-def test_what_would_fail_is_named(good, dump, big, args, messages):
+@pytest.mark.parametrize(("words", "messages"), FAILING)
+def test_what_would_fail_is_named(good, dump, big, words, messages):
     (dump / "checkpoint").mkdir(parents=True)
-    ranks = 4 if "--parallelism.tensor_parallel_degree=4" in args else 2
-    findings = report([*good, *(arg.format(big=big) for arg in args)], ranks)
+    ranks = 4 if "tp4" in words else 2
+    findings = report([*good, *options(words.format(big=big))], ranks)
     assert failed(findings) == list(messages)
     for check, message in messages.items():
         assert_says(findings, check, message, "FAIL")
@@ -256,7 +231,7 @@ LOADING = "CUDA_MODULE_LOADING"
 
 @pytest.mark.usefixtures("gpus")
 def test_variables_that_hold_back_a_job_on_gpus(good, monkeypatch):
-    job = [*good, *PP2]
+    job = [*good, *options("stages2")]
     monkeypatch.setenv(CONNECTIONS, "32")
     monkeypatch.setenv(LOADING, "EAGER")
     assert_says(report(job, 4), "environment", "no variable")
@@ -278,11 +253,8 @@ def test_on_gpus(good, monkeypatch):
     text = r"^expected: symm_mem \(cad.transport = 'auto': .* 2 receive buffers of 325.0 MB"
     assert_says(findings, "transport", text)
     monkeypatch.setattr(build, "_check", lambda name, device: None)
-    job = [
-        *good,
-        "--cad.transport=nvshmem",
-        "--training.mixed_precision_param=float32",
-    ]
+    words = "--cad.transport=nvshmem --training.mixed_precision_param=float32"
+    job = [*good, *options(words)]
     findings = report(job, ranks_per_host=8)
     assert_says(findings, "transport", "^expected: nvshmem .* 2 receive buffers")
     assert failed(findings) == ["device", "kernel"]
@@ -292,32 +264,36 @@ def test_on_gpus(good, monkeypatch):
     assert_says(findings, "kernel", text, "FAIL")
 
 
-SHADOW = "--cad.shadow"
-STAGES = [*TP2, *PP2]
 SAID = [
     (
-        [*CP2],
+        "cp2",
         (None, 1),
-        ("config", "^--nproc: set it to the ranks per node, as torchrun's", "FAIL"),
+        "config",
+        "^--nproc: set it to the ranks per node, as torchrun's",
+        "FAIL",
     ),
     (
-        STAGES,
+        "tp2 stages2",
         (8, 2),
-        ("cad", "4 x 4 ranks.*: pipeline parallel 1 x data parallel 4", "ok"),
+        "cad",
+        "4 x 4 ranks.*: pipeline parallel 1 x data parallel 4",
+        "ok",
     ),
     (
-        [*STAGES, *schedule("CAD1F1B")],
+        "tp2 stages2 cad1f1b",
         (8, 2),
-        ("cad", "2 x 8 ranks.*: pipeline parallel 2 x data parallel 4", "ok"),
+        "cad",
+        "2 x 8 ranks.*: pipeline parallel 2 x data parallel 4",
+        "ok",
     ),
 ]
 """Options, ranks of a host and hosts, and what a check then says."""
 
 
-@pytest.mark.parametrize(("args", "machines", "said"), SAID)
-def test_what_is_said_of_a_job(good, args, machines, said):
-    check, text, level = said
-    assert_says(report([*good, *args], *machines), check, text, level)
+@pytest.mark.parametrize(("words", "machines", "check", "text", "level"), SAID)
+def test_what_is_said_of_a_job(good, words, machines, check, text, level):
+    findings = report([*good, *options(words)], *machines)
+    assert_says(findings, check, text, level)
 
 
 def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
@@ -333,14 +309,14 @@ def test_without_cad_only_what_is_torchtitans_own_is_checked(good):
 
 
 def test_with_shadow_torchtitan_attends(good):
-    shadow = [*good, SHADOW]
-    findings = report([*shadow, *COMPILE, *TP2], 4)
+    shadow = [*good, "--cad.shadow"]
+    findings = report([*shadow, *options("compile tp2")], 4)
     assert failed(findings) == []
     assert_says(findings, "model", "attention stays inside rows$")
     assert_says(findings, "cad", "torchtitan attends", "note")
     assert_says(findings, "kernel", "", "skip")
     # CAD does what torchtitan does not.
-    varlen = [*shadow, "--model.flavor=debugmodel_varlen_attn", *CP2]
+    varlen = [*shadow, *options("--model.flavor=debugmodel_varlen_attn cp2")]
     assert failed(report(varlen, 4)) == ["model"]
 
 

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, Mock, call
 
 import pytest
 
-from tests.lib.jobs.compositions import CAD, TP2, flavor, schedule
+from tests.lib.jobs.compositions import options
 from tests.lib.jobs.harness import run
 from tests.lib.sets import params
 from torchtitan_cad.integration.run_state import begin_run, run_state
@@ -17,35 +17,35 @@ enable_cpu()
 
 from torchtitan_cad.integration import failure  # noqa: E402
 
-PP2 = ["--parallelism.pipeline_parallel_degree=2"]
-IN_TICKS = [*PP2, *schedule("CAD1F1B")]
-INTERLEAVED = [
-    *PP2,
-    *schedule("CADInterleaved1F1B"),
-    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
-]
+NO_LAYERS_LESS = (
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0 "
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0"
+)
 REFUSED = {
     "indivisible heads": (
-        [*TP2, "--model.flavor=tiny_sdpa_3_heads"],
+        "tp2 --model.flavor=tiny_sdpa_3_heads",
         "parallelism.tensor_parallel_degree",
         2,
     ),
     "ticks and experts": (
-        [*IN_TICKS, *flavor("llama4", "debugmodel")],
+        "stages2 cad1f1b --model.name=llama4 --model.flavor=debugmodel",
         "parallelism.pipeline_parallel_schedule",
         "CAD1F1B",
     ),
-    "more stages than layers": (INTERLEAVED, "parallelism.pipeline_parallel_degree", 2),
-    "deterministic and servers": (["--cad.servers"], "cad.servers", True),
+    "more stages than layers": (
+        f"stages2 cad_interleaved {NO_LAYERS_LESS}",
+        "parallelism.pipeline_parallel_degree",
+        2,
+    ),
+    "deterministic and servers": ("--cad.servers", "cad.servers", True),
 }
 """Found with the model; test_mistakes.py has those that are found when the config is read."""
 
 
 @pytest.mark.parametrize("name", params(REFUSED, ["indivisible heads"]))
 def test_bad_configuration_is_one_value_error_on_every_rank(name):
-    args, key, value = REFUSED[name]
-    run([*CAD, *args], may_fail=True).assert_refused(key, value)
+    words, key, value = REFUSED[name]
+    run(options(f"cad {words}"), may_fail=True).assert_refused(key, value)
 
 
 def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch):

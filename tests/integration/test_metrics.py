@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Figures of a run: TensorBoard, the log line and the steps file."""
+"""Figures of a run: TensorBoard, the log line and the steps file; traces that training writes."""
 
 import itertools
+import json
 import re
+import sqlite3
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.lib.jobs.compositions import CAD, COMMON, cad_steps
+from tests.lib.jobs.compositions import CAD, COMMON, cad_steps, options
 from tests.lib.jobs.harness import REPOSITORY, read_scalars, run
 from tests.lib.refusals import refusal
+from tests.lib.sets import matrix
 from torchtitan_cad.integration.report import metrics as report_metrics
 from torchtitan_cad.integration.report.metrics import TAGS, CadMetrics, scalars_of
 from torchtitan_cad.integration.session import CadSession
@@ -160,3 +166,60 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(monkeypatch, sessi
     metrics.log(2, 1.0, 1.0, 1.0)
     metrics.close()
     assert metrics.done == ["written", "closed"]
+
+
+# Traces, asked by SQL as Perfetto is --------------------------------------------------------------------------------
+
+PHASES = "category = 'user_annotation' AND name GLOB 'cad/*'"
+
+
+def open_trace(trace: Path) -> Callable[[str], list[tuple[Any, ...]]]:
+    """Answer from a table like Perfetto's of slices, with the columns that the queries use."""
+    table = sqlite3.connect(":memory:")
+    columns = "ts INTEGER, dur INTEGER, category TEXT, name TEXT"
+    table.execute(f"CREATE TABLE slice ({columns})")
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(1e3 * event["ts"])
+            duration = round(1e3 * event["dur"])
+            row = (begin, duration, event.get("cat"), event["name"])
+            table.execute("INSERT INTO slice VALUES (?, ?, ?, ?)", row)
+    return lambda query: table.execute(query).fetchall()
+
+
+PROFILED = (
+    "--profiling.enable_profiling --profiling.profile_freq=2 "
+    "--profiling.profiler_warmup=0 --profiling.profiler_active=1"
+)
+"""Traces of every second step."""
+
+
+def without_numbers(names: Iterable[str]) -> set[str]:
+    return {re.sub(r"\d+", "N", name) for name in names}
+
+
+@matrix
+def test_phases_and_nano_batches_are_found_by_sql():
+    job = run(options(f"placed halves {PROFILED} --training.steps=2"))
+    (path,) = job.dump_folder.rglob("rank0_trace.json")
+    ask = open_trace(path)
+    names = [name for (name,) in ask(f"SELECT DISTINCT name FROM slice WHERE {PHASES}")]
+    for name in without_numbers(documented("Traces")):
+        assert name in without_numbers(names)
+
+    query = (
+        "SELECT substr(name, -12), COUNT(*), MIN(dur) FROM slice "
+        f"WHERE {PHASES} AND name GLOB '*.nano_batch_?' GROUP BY 1"
+    )
+    (first, firsts, least), (second, seconds, _) = ask(query)
+    assert (first, second) == ("nano_batch_0", "nano_batch_1")
+    assert firsts == seconds > 0
+    assert least > 0
+
+    # While nano-batch 0's rows are on their way, nano-batch 1's linear work is done.
+    first = f"SELECT MIN(ts) FROM slice WHERE {PHASES} AND name ="
+    meanwhile = f"ts BETWEEN ({first} 'cad/exchange forward rows') AND ({first} 'cad/wait forward rows')"
+    ((hidden,),) = ask(
+        f"SELECT SUM(dur) FROM slice WHERE {PHASES} AND name GLOB '*.nano_batch_1' AND {meanwhile}"
+    )
+    assert hidden > 0

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
+from tests.lib.jobs.compositions import options
 from tests.lib.jobs.harness import parse_job, tokenizer_folder
 from tests.lib.jobs.launched import launched
 from tests.lib.refusals import check_refusal, refusal
@@ -60,28 +61,9 @@ FILES = [
     "[cad]\n[cad]",
 ]
 """What the beginning of a file says, before the table [training]."""
-PP = "--parallelism.pipeline_parallel_degree=2"
-TP = "--parallelism.tensor_parallel_degree=2"
-ASYNC_TP = "--parallelism.enable_async_tensor_parallel"
-SCHEDULE = f"{PP} --parallelism.pipeline_parallel_schedule"
-TICKS = f"{SCHEDULE}=CAD1F1B"
-V = f"{SCHEDULE}=ZBVZeroBubble"
-DUALPIPE = f"{SCHEDULE}=DualPipeV"
-NO_OVERLAP = "--parallelism.no-pipeline-parallel-expert-parallel-overlap"
-CSV = "--parallelism.pipeline_parallel_schedule_csv=order.csv"
-DDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=1"
-FULL = "--activation_checkpoint.mode=full"
-SELECTIVE = "--activation_checkpoint.mode=selective"
-BUDGET = "--activation_checkpoint.mode=memory_budget"
-BY_OPERATOR = "--activation_checkpoint.selective_ac_option=op"
-KEPT = "--cad.no-recompute-attention"
-VALIDATION = "--validation.enable"
-COMPILE = "--compile.enable"
-HALVES = "--cad.nano_batches=2"
-TRACED = "--cad.streams=traced"
-TRACED_HALVES = f"{TRACED} {HALVES} {COMPILE}"
 EXPERTS = "--model.name=qwen3 --model.flavor=debugmodel_moe"
-OPTIONS = [
+DUALPIPE = "stages2 --parallelism.pipeline_parallel_schedule=DualPipeV"
+WORDS = [
     "--cad.nano-batch=2",
     "--cad.heartbeat_seconds=abc",
     "--cad.servers_port=70000",
@@ -100,9 +82,9 @@ OPTIONS = [
     "--cad.kernel=warp",
     "--cad.kernel=flash_attn",
     "--cad.transport=rdma",
-    f"--cad.transport=nvshmem {ASYNC_TP}",
+    "--cad.transport=nvshmem --parallelism.enable_async_tensor_parallel",
     "--cad.nano_batches=3",
-    f"--cad.shadow {TICKS}",
+    "--cad.shadow stages2 cad1f1b",
     "--cad.planner=foo",
     "--cad.min_shard=0",
     "--cad.receive_buffer_gb=0",
@@ -110,54 +92,55 @@ OPTIONS = [
     "--cad.backward=never",
     "--cad.streams=lanes",
     "--model.name=flux",
-    f"{VALIDATION} --model.name=deepseek_v3 --model.flavor=debugmodel",
-    f"{PP} --model.name=gpt_oss --model.flavor=debugmodel",
+    "--validation.enable --model.name=deepseek_v3 --model.flavor=debugmodel",
+    "stages2 --model.name=gpt_oss --model.flavor=debugmodel",
     "--checkpoint.enable --checkpoint.folder=/proc/none",
     "--job.dump_folder=/proc/none",
     "--model.converters=quantize.linear.float8",
     "--fault_tolerance.enable",
     "--training.dataset=foo",
-    f"{VALIDATION} --validation.dataset=synthetic",
-    f"{VALIDATION} --validation.seq_len=2048",
+    "--validation.enable --validation.dataset=synthetic",
+    "--validation.enable --validation.seq_len=2048",
     "--job.custom_config_module=nowhere",
-    f"{HALVES} {TP} --training.local_batch_size=1",
-    f"{DDP} {TP}",
-    f"{DDP} {PP}",
-    f"{TP} {COMPILE}",
+    "halves tp2 --training.local_batch_size=1",
+    "replicate2 shard1 tp2",
+    "replicate2 shard1 stages2",
+    "tp2 compile",
     # Experts.
     f"{EXPERTS} --parallelism.expert_parallel_degree=3",
     f"{EXPERTS} --parallelism.expert_parallel_degree=4",
-    f"{EXPERTS} {TP} --parallelism.expert_parallel_degree=2 --parallelism.expert_tensor_parallel_degree=3",
+    f"{EXPERTS} tp2 --parallelism.expert_parallel_degree=2 --parallelism.expert_tensor_parallel_degree=3",
     # Schedules of torch.
     DUALPIPE,
-    f"{DUALPIPE} {NO_OVERLAP} {VALIDATION}",
-    f"{V} {VALIDATION}",
-    f"{V} {COMPILE}",
-    f"{V} {COMPILE} {HALVES}",
-    f"{V} {SELECTIVE} {BY_OPERATOR}",
-    f"{V} {FULL} {KEPT}",
-    f"{SCHEDULE}=CAD1f1b",
+    f"{DUALPIPE} --parallelism.no-pipeline-parallel-expert-parallel-overlap --validation.enable",
+    "stages2 zbv --validation.enable",
+    "stages2 zbv compile",
+    "stages2 zbv compile halves",
+    "stages2 zbv ac_op",
+    "stages2 zbv attention_kept",
+    "stages2 --parallelism.pipeline_parallel_schedule=CAD1f1b",
     # Schedules in ticks.
-    f"{TICKS} --parallelism.no-cad",
-    f"{TICKS} --cad.backward=keep",
-    f"{TICKS} {CSV}",
-    f"{TICKS} {BUDGET} {COMPILE}",
-    f"{SCHEDULE}=CADInterleaved1F1B --training.local_batch_size=3",
-    f"{TICKS} {VALIDATION} --validation.local_batch_size=4",
-    f"{TICKS} {VALIDATION} --validation.seq_len=128",
+    "stages2 cad1f1b --parallelism.no-cad",
+    "stages2 cad1f1b --cad.backward=keep",
+    "stages2 cad1f1b --parallelism.pipeline_parallel_schedule_csv=order.csv",
+    "stages2 cad1f1b --activation_checkpoint.mode=memory_budget compile",
+    "stages2 cad_interleaved --training.local_batch_size=3",
+    "stages2 cad1f1b --validation.enable --validation.local_batch_size=4",
+    "stages2 cad1f1b --validation.enable --validation.seq_len=128",
     # Streams, and attention that is kept.
-    f"{TRACED} {COMPILE}",
-    f"{TRACED} {HALVES}",
-    f"{TRACED_HALVES} --compile.components=loss",
-    f"{TRACED_HALVES} --compile.backend=aot_eager",
-    f"{TRACED_HALVES} {TP}",
-    f"{TRACED_HALVES} {FULL}",
-    f"{TRACED_HALVES} {PP} {CSV}",
-    f"{SELECTIVE} --activation_checkpoint.selective_ac_option=2 {KEPT}",
-    f"{BUDGET} {COMPILE} {KEPT}",
+    "traced compile",
+    "traced halves",
+    "traced halves compile --compile.components=loss",
+    "traced halves compile --compile.backend=aot_eager",
+    "traced halves compile tp2",
+    "traced halves compile ac_full",
+    "traced halves compile stages2 --parallelism.pipeline_parallel_schedule_csv=order.csv",
+    "ac_layer --activation_checkpoint.selective_ac_option=2 --cad.no-recompute-attention",
+    "--activation_checkpoint.mode=memory_budget compile --cad.no-recompute-attention",
 ]
 if TorchVersion(torch.__version__) < FIRST_TORCH:
-    OPTIONS.append(TRACED_HALVES)
+    WORDS.append("traced halves compile")
+OPTIONS = [" ".join(options(words)) for words in WORDS]
 
 
 @pytest.fixture(autouse=True)
@@ -193,16 +176,16 @@ def end_training(error: Exception, *options: str) -> None:
 CASES = [("", option) for option in OPTIONS] + [(f"{toml}\n", "") for toml in FILES]
 
 
-@pytest.mark.parametrize(("toml", "options"), CASES, ids=[*OPTIONS, *FILES])
-def test_mistake_is_one_line(toml, options, tmp_path, monkeypatch, capsys):
-    if "replicate_degree" in options:
+@pytest.mark.parametrize(("toml", "option"), CASES, ids=[*OPTIONS, *FILES])
+def test_mistake_is_one_line(toml, option, tmp_path, monkeypatch, capsys):
+    if "replicate_degree" in option:
         monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit) as end:
-        parse(tmp_path, *options.split(), toml=toml)
+        parse(tmp_path, *option.split(), toml=toml)
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
-    names = [option.partition("=")[0] for option in options.replace("-", "_").split()]
+    names = [word.partition("=")[0] for word in option.replace("-", "_").split()]
     keys = [name.rpartition(".")[2] for name in names]
     assert toml or any(key in line.replace("-", "_") for key in keys)
     check_refusal(line)
@@ -330,25 +313,31 @@ CUDA = torch.device("cuda", 0)
 CHOSEN = [
     # Options, device and version of torch, whether streams are traced, and why.
     ("", CPU, FIRST_TORCH, True, "nothing stands in the way"),
-    (f"{SELECTIVE} {BY_OPERATOR}", CPU, FIRST_TORCH, True, "nothing stands in the way"),
-    ("--cad.streams=opaque", CPU, FIRST_TORCH, False, "cad.streams = 'opaque'"),
-    (FULL, CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
+    ("ac_op", CPU, FIRST_TORCH, True, "nothing stands in the way"),
+    ("opaque", CPU, FIRST_TORCH, False, "cad.streams = 'opaque'"),
+    ("ac_full", CPU, FIRST_TORCH, False, "cannot recompute exchanges"),
     ("--compile.no-enable", CPU, FIRST_TORCH, False, "needs compile.enable = true"),
     ("", CUDA, FIRST_TORCH, False, "has not run on GPUs yet"),
-    (TICKS, CUDA, FIRST_TORCH, False, "in another order than schedules in ticks"),
-    (TRACED, CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
+    (
+        "stages2 cad1f1b",
+        CUDA,
+        FIRST_TORCH,
+        False,
+        "in another order than schedules in ticks",
+    ),
+    ("traced", CUDA, FIRST_TORCH, True, "cad.streams = 'traced'"),
     ("", CPU, "2.14.0", False, "needs torch 2.14.1 or newer, not 2.14.0"),
 ]
 
 
-@pytest.mark.parametrize(("options", "device", "version", "traced", "why"), CHOSEN)
+@pytest.mark.parametrize(("words", "device", "version", "traced", "why"), CHOSEN)
 def test_streams_are_traced_where_that_is_possible_and_has_run(
-    options, device, version, traced, why, tmp_path, monkeypatch
+    words, device, version, traced, why, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    config = parse_job(tmp_path, HALVES, COMPILE, *options.split())
+    config = parse_job(tmp_path, *options(f"halves compile {words}"))
     chosen, reason = choose_streams(config, device, experts=False)
     assert chosen == traced
     assert why in reason
     with_experts, _ = choose_streams(config, device, experts=True)
-    assert "--cad.streams" in options or not with_experts
+    assert words in ("opaque", "traced") or not with_experts

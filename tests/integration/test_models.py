@@ -12,18 +12,7 @@ import pytest
 from tests.lib.jobs.compositions import (
     CAD,
     COMMON,
-    COMPILE,
-    CP2,
-    EP2,
-    ETP2,
-    FULL,
-    HALVES,
-    OP,
     PLACED,
-    RESEND,
-    ROW1,
-    TP2,
-    VALIDATE_OFTEN,
     VALIDATION,
     Composition,
     assert_close,
@@ -31,7 +20,6 @@ from tests.lib.jobs.compositions import (
     assert_trains_alike,
     cad_summary,
     flavor,
-    global_batch,
     pp2,
     reference,
 )
@@ -39,59 +27,47 @@ from tests.lib.jobs.harness import run
 from tests.lib.jobs.patched import torchtitan_with
 from tests.lib.sets import matrix
 
-ROWS = ("--cad.documents=row",)
-"""Every row is one document: plain causal attention."""
-
-
 COMPOSITIONS = [
     Composition("fsdp2"),
     # Stock torchtitan's gradients of gpt_oss differ under TP, and those of routers where experts borrow ranks of it:
     # these twins have TP, too.
-    Composition("fsdp2xtp2", shared=TP2),
-    Composition("ep2", args=EP2),
-    Composition("ep2xtp2", shared=(*EP2, *TP2)),
-    Composition("ep2xetp2", shared=(*EP2, *TP2, *ETP2)),
-    Composition("cp2", args=CP2, dp=1),
-    Composition("fsdp2xcp2", args=CP2),
-    Composition("resend", args=RESEND),
-    Composition("ac_selective_op", args=OP),
-    Composition("ac_full", args=FULL),
-    Composition("compile", args=(*COMPILE, "--compile.components=model")),
-    Composition("gradient_accumulation", shared=global_batch(8)),
-    Composition("halved_rows_ac_full", args=(*HALVES, *FULL)),
-    Composition("halved_middle_cp2", args=(*HALVES, *CP2), shared=ROW1, dp=1),
-    Composition("halved_tp2", args=HALVES, shared=TP2),
+    Composition("fsdp2xtp2", shared="tp2"),
+    Composition("ep2", "ep2"),
+    Composition("ep2xtp2", shared="ep2 tp2"),
+    Composition("ep2xetp2", shared="ep2 tp2 etp2"),
+    Composition("cp2", "cp2", dp=1),
+    Composition("fsdp2xcp2", "cp2"),
+    Composition("resend", "resend"),
+    Composition("ac_selective_op", "ac_op"),
+    Composition("ac_full", "ac_full"),
+    Composition("compile", "compile --compile.components=model"),
+    Composition("gradient_accumulation", shared="batch8"),
+    Composition("halved_rows_ac_full", "halves ac_full"),
+    Composition("halved_middle_cp2", "halves cp2", shared="row1", dp=1),
+    Composition("halved_tp2", "halves", shared="tp2"),
 ]
 """What is tested of every model."""
+# The one flavor that stock torchtitan trains on CPU: sdpa knows no documents.
+SDPA = Composition(
+    "sdpa_rows_cp2",
+    "documents_of_rows cp2",
+    shared="--model.flavor=tiny_sdpa",
+    dp=1,
+)
 OWN = {
     "deepseek_v3": [
-        Composition(
-            "q_lora_fsdp2xtp2",
-            args=TP2,
-            shared=flavor("deepseek_v3", "tiny_q_lora"),
-        ),
-        # The one flavor that stock torchtitan trains on CPU: sdpa knows no documents.
-        Composition(
-            "sdpa_rows_cp2",
-            args=(*ROWS, *CP2),
-            shared=flavor("deepseek_v3", "tiny_sdpa"),
-            dp=1,
-        ),
+        Composition("q_lora_fsdp2xtp2", "tp2", shared="--model.flavor=tiny_q_lora"),
+        SDPA,
         pp2("pp2_1f1b"),
-        pp2("pp2xcp2", *CP2, dp=1),
+        pp2("pp2xcp2", "cp2", dp=1),
     ],
     "llama4": [
-        Composition(
-            "sdpa_rows_cp2",
-            args=(*ROWS, *CP2),
-            shared=flavor("llama4", "tiny_sdpa"),
-            dp=1,
-        ),
-        Composition("validation", shared=VALIDATE_OFTEN),
+        SDPA,
+        Composition("validation", shared="validate_often"),
         pp2("pp2_1f1b"),
     ],
     # Rows are no longer than the window, so all layers attend in full.
-    "gpt_oss": [Composition("wide_fsdp2", shared=flavor("gpt_oss", "tiny_wide"))],
+    "gpt_oss": [Composition("wide_fsdp2", shared="--model.flavor=tiny_wide")],
 }
 """What is tested of one model alone."""
 STEADY = ("--optimizer.eps=1e-3",)
@@ -109,7 +85,7 @@ def steps_of(model: str, case: Composition, homes: str) -> int:
     other columns or come in halves, the first step's gradients agree, later ones do not. Halves of other columns differ
     in the first.
     """
-    if case.name != "ep2xtp2" and (model != "gpt_oss" or TP2[0] not in case.shared):
+    if case.name != "ep2xtp2" and (model != "gpt_oss" or "tp2" not in case.shared):
         return 3
     return 3 - 2 * ("halved" in case.name) - 2 * (homes == "placed")
 
@@ -126,20 +102,20 @@ for model, homes in product(OWN, ("loader", "placed")):
 @pytest.mark.parametrize(("model", "case", "homes"), CASES)
 def test_composition_trains_like_its_reference(model, case, homes):
     steps = steps_of(model, case, homes)
-    shared = (*flavor(model), *case.shared, f"--training.steps={steps}")
+    shared = (*flavor(model), f"--training.steps={steps}")
     if model == "gpt_oss":
         shared += STEADY
     # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
     validates = model == "llama4" and "sdpa" not in case.name
     validation = VALIDATION if validates else ()
     cad = CAD if homes == "loader" else PLACED
-    job = [*COMMON, *validation, *cad, *shared, *case.args]
+    job = [*COMMON, *validation, *cad, *shared, *case.job]
     grads_at = min(2, steps)
     result = run(job, case.nranks, 300, grads_at=grads_at)
     without_cad = functools.partial(
         reference,
         case.reference_nranks,
-        (*shared, *case.reference_args),
+        (*shared, *case.reference_job),
         validates=validates,
         grads_at=grads_at,
     )

@@ -7,25 +7,19 @@ from collections import Counter
 import pytest
 
 from tests.lib.jobs.compositions import (
-    ATTENTION_KEPT,
     CAD,
     CAN_TRACE,
     COMMON,
-    COMPILE,
-    FOUR_BLOCKS,
-    FULL,
     HALVED,
     HALVED_SYMMETRIC,
     MORE_HALVED,
-    OP,
-    ROW1,
-    TP2,
     TRACED,
     Composition,
     assert_not_recompiled,
     assert_trains_alike,
     name_of,
     needs_traced,
+    options,
     skip_if_torch_is_too_old,
 )
 from tests.lib.jobs.harness import RunResult, run
@@ -36,7 +30,7 @@ from tests.lib.threaded import needs_linux
 @functools.cache
 def train(case: Composition, *more: str, nano_batches: int = 2) -> RunResult:
     skip_if_torch_is_too_old(case)
-    job = [*COMMON, *CAD, *case.shared, *case.args, *more]
+    job = [*COMMON, *CAD, *case.job, *more]
     halves = f"--cad.nano_batches={nano_batches}"
     return run([*job, halves], case.nranks, grads_at=2, timeout_s=600)
 
@@ -76,9 +70,9 @@ def test_traced_streams_train_alike(case):
 
 
 @functools.cache
-def traces(*args: str, nano_batches: int = 2, nranks: int = 2) -> list[dict]:
+def traces(words: str = "", *, nano_batches: int = 2, nranks: int = 2) -> list[dict]:
     halves = f"--cad.nano_batches={nano_batches}"
-    job = [*COMMON, *CAD, *FOUR_BLOCKS, halves, *args]
+    job = [*COMMON, *CAD, *options(f"four_blocks {words}"), halves]
     return run(job, nranks, trace_at=2).traces
 
 
@@ -106,24 +100,25 @@ def computes_meanwhile(
     return any(step.startswith(compute) and other != key for step, other in between)
 
 
-EVERY_JOB = {
-    "eager": (),
-    "compiled": (*COMPILE, "--cad.streams=opaque"),
-    "traced": (*COMPILE, "--cad.streams=traced"),
-    "ac_full": FULL,
-    "middle_ac_op": (*ROW1, *OP),
-    "attention_kept": ATTENTION_KEPT,
-    "tp2": TP2,
-    "tp2_ac_full": (*TP2, *FULL),
-}
+EVERY_JOB = (
+    "compile opaque",
+    "compile traced",
+    "ac_full",
+    "row1 ac_op",
+    "attention_kept",
+    "tp2",
+    "tp2 ac_full",
+    "",
+)
 
 
-@pytest.mark.parametrize("name", params(EVERY_JOB, ["attention_kept"]))
-def test_the_other_nano_batch_computes_between_start_and_wait(name):
+@pytest.mark.parametrize("words", params(EVERY_JOB, ["attention_kept"]))
+def test_the_other_nano_batch_computes_between_start_and_wait(words):
     """It does on every rank, in forward, backward and recomputation, which repeats no attention that is kept."""
-    if name == "traced" and not CAN_TRACE:
+    is_traced = "traced" in words
+    if is_traced and not CAN_TRACE:
         pytest.skip("compiled graphs would lose the order of streams")
-    for trace in traces(*EVERY_JOB[name], nranks=4 if "tp2" in name else 2):
+    for trace in traces(words, nranks=4 if "tp2" in words else 2):
         events = trace["events"]
         assert len({key for _, key in events}) == 2, "one microbatch has two plans"
         waits = Counter()
@@ -132,12 +127,12 @@ def test_the_other_nano_batch_computes_between_start_and_wait(name):
                 continue
             wait = [WAITS[step], key]
             end = events.index(wait, begin)
-            assert computes_meanwhile(
-                events, key, begin, end, is_traced=name == "traced"
-            ), f"nothing hides the exchange of {events[begin : end + 1]}"
+            assert computes_meanwhile(events, key, begin, end, is_traced=is_traced), (
+                f"nothing hides the exchange of {events[begin : end + 1]}"
+            )
             waits[step] += 1
         expected = dict.fromkeys(WAITS, 4 * 2)
-        if "ac_full" in name:  # recomputed
+        if "ac_full" in words:  # recomputed
             expected |= {"start_forward": 4 * 4, "attend_forward": 4 * 4}
         assert waits == expected
 
@@ -152,7 +147,8 @@ def calls_of_attention(of_ranks: list[dict]) -> set[int]:
 @pytest.mark.parametrize("nano_batches", [1, 2])
 def test_attention_that_is_kept_takes_memory_between_none_and_all(nano_batches):
     full, kept, none = (
-        traces(*args, nano_batches=nano_batches) for args in (FULL, ATTENTION_KEPT, ())
+        traces(words, nano_batches=nano_batches)
+        for words in ("ac_full", "attention_kept", "")
     )
     assert calls_of_attention(full) == {8 * nano_batches}
     assert calls_of_attention(kept) == calls_of_attention(none) == {4 * nano_batches}
@@ -164,33 +160,44 @@ def peak_bytes(of_ranks: list[dict]) -> int:
 
 
 @matrix
-@pytest.mark.parametrize("args", [(), FULL, TP2, (*TP2, *FULL)], ids=str)
-def test_memory_hardly_grows(args):
+@pytest.mark.parametrize("words", ["", "ac_full", "tp2", "tp2 ac_full"])
+def test_memory_hardly_grows(words):
     """The least peak of some runs: small peaks differ by a fifth, as planning and freeing come in between."""
     run_again = traces.__wrapped__
     whole, halves = (
-        min(peak_bytes(run_again(*args, nano_batches=count)) for _ in range(3))
+        min(peak_bytes(run_again(words, nano_batches=count)) for _ in range(3))
         for count in (1, 2)
     )
     assert halves < 1.1 * whole
 
 
+EXPERTS = ["moe ep2", "moe ep2 ac_full"]
+
+
 @pytest.mark.parametrize(
-    "args",
-    params([(), FULL, ATTENTION_KEPT], [ATTENTION_KEPT]),
-    ids=["none", "ac_full", "attention_kept"],
+    "words",
+    params(["attention_kept", "", "ac_full", *EXPERTS], ["attention_kept"]),
 )
-def test_parameters_are_gathered_and_gradients_reduced_once_per_block(args):
-    for one, two in zip(traces(*args, nano_batches=1), traces(*args), strict=True):
+def test_parameters_are_gathered_and_gradients_reduced_once_per_block(words):
+    """Tokens go to experts and come back for every half."""
+    nranks = 4 if words in EXPERTS else 2
+    one_batch, halves = (
+        traces(words, nano_batches=count, nranks=nranks) for count in (1, 2)
+    )
+    for one, two in zip(one_batch, halves, strict=True):
+        before = Counter(one["collectives"])
+        after = Counter(two["collectives"])
         for name in COLLECTIVES:
-            assert two["collectives"].count(name) == one["collectives"].count(name) > 4
+            assert after[name] == before[name] > 4
+        if words in EXPERTS:
+            assert 0 < before["c10d::alltoall_base_"] < after["c10d::alltoall_base_"]
 
 
 @matrix
 @needs_traced
 def test_traced_turns_gather_and_reduce_when_regions_do():
     by_opaque, by_traced = (
-        traces(*COMPILE, f"--cad.streams={streams}") for streams in ("opaque", "traced")
+        traces(f"compile {streams}") for streams in ("opaque", "traced")
     )
     for opaque, traced in zip(by_opaque, by_traced, strict=True):
         orders = [

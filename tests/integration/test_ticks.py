@@ -5,7 +5,6 @@ import functools
 import re
 from collections import Counter, defaultdict, deque
 from itertools import pairwise, product
-from typing import NamedTuple
 
 import pytest
 from torch.distributed.pipelining.schedules import (
@@ -23,30 +22,14 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tests.lib.jobs.compositions import (
-    ATTENTION_KEPT,
-    BATCH4,
-    BY_ROW,
     CAD,
     COMMON,
-    COMPILE,
-    CP2,
-    FOUR_BLOCKS,
-    FULL,
-    HALVES,
-    LAYER,
-    OP,
-    SMALL_BUFFERS,
-    TP2,
-    VALIDATE4,
-    VALIDATION,
     Composition,
     assert_trains_alike,
-    dp,
-    global_batch,
     name_of,
     needs_traced,
+    options,
     reference,
-    schedule,
 )
 from tests.lib.jobs.harness import RunResult, run
 from tests.lib.sets import params, slow
@@ -59,87 +42,74 @@ from torchtitan_cad.integration.pipeline.schedule import (
 )
 from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
-EIGHT_BLOCKS = ("--model.flavor=tiny8_varlen",)
-HALVES_BY_ROW = (*HALVES, *BY_ROW)
-"""Without ``BY_ROW`` microbatches have one row, which is halved in its middle."""
-
-
-def rows(count: int) -> tuple[str, ...]:
-    return (f"--training.local_batch_size={count}",)
-
-
-def ticks(pp: int, name: str = "CAD1F1B") -> tuple[str, ...]:
-    return (*dp(pipeline_parallel=pp), *schedule(name))
-
-
-INTERLEAVED, INTERLEAVED4 = (ticks(pp, "CADInterleaved1F1B") for pp in (2, 4))
-VALIDATED = (*rows(4), *VALIDATE4)
-BLOCKS4 = (*rows(4), *FOUR_BLOCKS)
-BLOCKS8 = (*rows(8), *EIGHT_BLOCKS)
+BLOCKS4 = "rows4 four_blocks"
+BLOCKS8 = "rows8 eight_blocks"
+VALIDATED = "rows4 validate4"
 SHORT = [
     Composition(
         "halves pp2",
-        args=(*ticks(2), *HALVES),
-        shared=(*BATCH4, *VALIDATION),
+        "stages2 cad1f1b halves",
+        shared="rows4 --validation.local_batch_size=4 validation",
         dp=1,
     ),
 ]
 QUICK = [
     *SHORT,
-    Composition("halves pp2 dp2", args=(*ticks(2), *HALVES), shared=VALIDATED),
-    Composition("pp2 dp2", args=ticks(2), shared=VALIDATED),
+    Composition("halves pp2 dp2", "stages2 cad1f1b halves", shared=VALIDATED),
+    Composition("pp2 dp2", "stages2 cad1f1b", shared=VALIDATED),
     # Four blocks on four stages are 1, 2, 1 and 0.
-    Composition("pp4 ac full", args=(*ticks(4), *FULL), shared=BLOCKS4, dp=1),
-    Composition("interleaved", args=INTERLEAVED, shared=BLOCKS4, dp=1),
+    Composition("pp4 ac full", "stages4 cad1f1b ac_full", shared=BLOCKS4, dp=1),
+    Composition("interleaved", "stages2 cad_interleaved", shared=BLOCKS4, dp=1),
 ]
 PIPELINES = {
-    "pp2": ticks(2),
-    "pp4": ticks(4),
-    "interleaved": INTERLEAVED,
-    "halves": (*ticks(2), *HALVES),
-    "halves pp4": (*ticks(4), *HALVES),
-    "halves by row": (*ticks(2), *HALVES_BY_ROW),
-    "halves interleaved": (*INTERLEAVED, *HALVES),
-    "halves interleaved by row": (*INTERLEAVED, *HALVES_BY_ROW),
+    "pp2": "stages2 cad1f1b",
+    "pp4": "stages4 cad1f1b",
+    "interleaved": "stages2 cad_interleaved",
+    "halves": "stages2 cad1f1b halves",
+    "halves pp4": "stages4 cad1f1b halves",
+    "halves by row": "stages2 cad1f1b halves by_row",
+    "halves interleaved": "stages2 cad_interleaved halves",
+    "halves interleaved by row": "stages2 cad_interleaved halves by_row",
 }
+"""Without ``by_row`` microbatches have one row, which is halved in its middle."""
 IN_THE_MIDDLE = ("halves", "halves pp4", "halves interleaved")
 """Pipelines that tensor parallelism does not go with."""
-COMPOSED = {
-    "alone": (),
-    "ac full": FULL,
-    "ac layer": LAYER,
-    "ac op": OP,
-    "attention kept": ATTENTION_KEPT,
-    "compile": COMPILE,
-    "compile ac full": (*COMPILE, *FULL),
-    "tp2": TP2,
-    "tp2 ac full": (*TP2, *FULL),
-    "cp2": CP2,
-}
+COMPOSED = (
+    "",
+    "ac_full",
+    "ac_layer",
+    "ac_op",
+    "attention_kept",
+    "compile",
+    "compile ac_full",
+    "tp2",
+    "tp2 ac_full",
+    "cp2",
+)
 """What pipelines are composed with, and the reference is not."""
-SHARED = {
-    "dp2": rows(8),
-    "16 rows": rows(16),
-    "accumulation": global_batch(8),
-    "validation": VALIDATE4,
-}
+SHARED = ("rows8", "rows16", "batch8", "validate4")
 """What the reference is composed with, too."""
 SLOW = [
     Composition(
         "interleaved of four stages dp2",
-        (*INTERLEAVED, "--parallelism.pipeline_parallel_layers_per_stage=1"),
-        (*EIGHT_BLOCKS, *VALIDATED),
+        "stages2 cad_interleaved --parallelism.pipeline_parallel_layers_per_stage=1",
+        shared=f"eight_blocks {VALIDATED}",
     ),
-    Composition("interleaved pp4", INTERLEAVED4, BLOCKS8, dp=1),
-    Composition("interleaved pp4 ac full", (*INTERLEAVED4, *FULL), BLOCKS8, dp=1),
-    Composition("halves interleaved pp4", (*INTERLEAVED4, *HALVES), BLOCKS8, dp=1),
+    Composition("interleaved pp4", "stages4 cad_interleaved", BLOCKS8, dp=1),
+    Composition(
+        "interleaved pp4 ac full", "stages4 cad_interleaved ac_full", BLOCKS8, dp=1
+    ),
+    Composition(
+        "halves interleaved pp4", "stages4 cad_interleaved halves", BLOCKS8, dp=1
+    ),
 ]
-for pipeline, what in product(PIPELINES, COMPOSED | SHARED):
+for pipeline, what in product(PIPELINES, (*COMPOSED, *SHARED)):
+    is_shared = what in SHARED
     case = Composition(
         f"{pipeline} {what}",
-        args=(*PIPELINES[pipeline], *COMPOSED.get(what, ())),
-        shared=(*BLOCKS4, *SHARED.get(what, ())),
-        dp=2 if what == "dp2" else 1,
+        PIPELINES[pipeline] if is_shared else f"{PIPELINES[pipeline]} {what}",
+        shared=f"{BLOCKS4} {what}" if is_shared else BLOCKS4,
+        dp=2 if what == "rows8" else 1,
     )
     is_refused = pipeline in IN_THE_MIDDLE and what.startswith("tp2")
     if case.nranks <= 4 and not is_refused:
@@ -152,31 +122,20 @@ BY_NAME = {case.name: case for case in [*QUICK, *SLOW]}
 )
 def test_forward_alone_gathers_no_parameters_in_vain(pp, microbatches, chunks):
     """torch keeps three stages of a rank gathered. It refuses to free what no forward or backward has used."""
+    letters = {UNSHARD: "gather ", FORWARD: "use ", RESHARD: "free "}
     for rank in range(pp):
         work = [_action(tick, rank) for tick in tick_schedule(pp, microbatches, chunks)]
-        num_forwards = 0
-        state = dict.fromkeys(range(rank, pp * chunks, pp), "sharded")
+        done: dict[int, str] = defaultdict(str)
         for action in forward_only(_add_unshard_reshard(work)):
-            stage = action.stage_index
-            wanted, after = {
-                UNSHARD: (["sharded"], "gathered"),
-                FORWARD: (["gathered", "used"], "used"),
-                RESHARD: (["used"], "sharded"),
-            }[action.computation_type]
-            assert state[stage] in wanted
-            state[stage] = after
-            num_forwards += action.computation_type == FORWARD
-        assert num_forwards == microbatches * chunks
-        assert {*state.values()} == {"sharded"}
+            done[action.stage_index] += letters[action.computation_type]
+        assert "".join(done.values()).count("use") == microbatches * chunks
+        for of_stage in done.values():
+            assert re.fullmatch("(gather (use )+free )+", of_stage)
 
 
-class Message(NamedTuple):
-    """What a stage sends to the next one, or in backward to the one before; ``ends`` are the ranks of both."""
-
-    to_next: int
-    stage: int
-    microbatch: int | None
-    ends: frozenset[int]
+Message = tuple[int, int, int | None, frozenset[int]]
+"""What a stage sends to the next one (1), or in backward to the one before (-1): direction, stage, microbatch, and the
+ranks of both ends."""
 
 
 def marked_rows(
@@ -200,31 +159,14 @@ def marked_rows(
     }
 
 
-def message(to_next: int, stage: int, microbatch: int | None, pp: int) -> Message:
-    ends = frozenset((stage % pp, (stage + to_next) % pp))
-    return Message(to_next, stage, microbatch, ends)
-
-
-def transferred(action: _Action, pp: int) -> Message | None:
-    """Return what a rank sends or receives."""
+def message(action: _Action, pp: int) -> Message:
+    """Return what forward or backward works on, or what is sent or received."""
     kind = action.computation_type
-    if kind not in (SEND_F, RECV_F, SEND_B, RECV_B):
-        return None
-    to_next = 1 if kind in (SEND_F, RECV_F) else -1
-    sender = action.stage_index - (to_next if kind in (RECV_F, RECV_B) else 0)
-    return message(to_next, sender, action.microbatch_index, pp=pp)
-
-
-def needed(action: _Action, pp: int, stages: int) -> Message | None:
-    """Return what forward or backward of a stage works on, unless it is the first."""
-    kind = action.computation_type
-    if kind not in (FORWARD, FULL_BACKWARD):
-        return None
-    to_next = 1 if kind == FORWARD else -1
-    sender = action.stage_index - to_next
-    if not 0 <= sender < stages:
-        return None
-    return message(to_next, sender, action.microbatch_index, pp=pp)
+    to_next = 1 if kind in (FORWARD, SEND_F, RECV_F) else -1
+    stage = action.stage_index
+    sender = stage if kind in (SEND_F, SEND_B) else stage - to_next
+    ends = frozenset((sender % pp, (sender + to_next) % pp))
+    return to_next, sender, action.microbatch_index, ends
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -249,12 +191,15 @@ def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair, trains):
         row = rows[rank]
         if not row or row[0].computation_type == _Mark.END:
             return False
-        wanted = needed(row[0], pp, stages)
-        if wanted is not None and wanted not in arrived:
+        kind = row[0].computation_type
+        found = message(row[0], pp)
+        _, sender, _, ends = found
+        is_work = kind in (FORWARD, FULL_BACKWARD)
+        if is_work and 0 <= sender < stages and found not in arrived:
             return False
-        posted = transferred(row.popleft(), pp)
-        if posted is not None:
-            queues[rank, posted.ends if by_pair else None].append(posted)
+        row.popleft()
+        if kind in (SEND_F, RECV_F, SEND_B, RECV_B):
+            queues[rank, ends if by_pair else None].append(found)
         return True
 
     def deliver() -> bool:
@@ -286,9 +231,9 @@ def test_messages_that_queue_hold_up_no_tick(pp, chunks, by_pair, trains):
 
 @functools.cache
 def check(case: Composition, *more: str, steps: int = 3) -> RunResult:
-    shared = (*case.shared, f"--training.steps={steps}")
+    shared = (*options(case.shared), f"--training.steps={steps}")
     result = run(
-        [*COMMON, *CAD, *shared, *case.args, *more],
+        [*COMMON, *CAD, *case.job, shared[-1], *more],
         case.nranks,
         grads_at=2,
         trace_at=3,
@@ -363,9 +308,9 @@ def test_traced_streams_train_alike(pipeline):
     "name",
     [
         *map(name_of, QUICK),
-        "halves pp4 ac full",
+        "halves pp4 ac_full",
         "halves cp2",
-        "halves interleaved dp2",
+        "halves interleaved rows8",
         "halves by row tp2",
     ],
 )
@@ -376,4 +321,4 @@ def test_symmetric_memory(name):
 @slow
 def test_rows_in_many_messages_keep_their_order():
     """Ranks that only serve start the exchanges of two nano-batches in the order of those that attend."""
-    check(BY_NAME["halves by row dp2"], *SMALL_BUFFERS)
+    check(BY_NAME["halves by row rows8"], *options("small_buffers"))

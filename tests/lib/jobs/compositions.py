@@ -22,17 +22,88 @@ from torchtitan_cad.tools.report import (
     summarize,
 )
 
-DEFAULTS = ("--job.custom_config_module=torchtitan_cad.job_config", "--parallelism.cad")
+NAMED = {
+    "cad_defaults": "--job.custom_config_module=torchtitan_cad.job_config --parallelism.cad",
+    # Plans of tests do not depend on how fast a machine is.
+    "cad": "cad_defaults --cad.placement=loader --cad.tolerance=0.02",
+    "placed": "cad --cad.placement=auto",
+    "tp2": "--parallelism.tensor_parallel_degree=2",
+    "tp4": "--parallelism.tensor_parallel_degree=4",
+    "cp2": "--parallelism.context_parallel_degree=2",
+    "cp4": "--parallelism.context_parallel_degree=4",
+    "ep2": "--parallelism.expert_parallel_degree=2",
+    "etp2": "--parallelism.expert_tensor_parallel_degree=2",
+    "shard2": "--parallelism.data_parallel_shard_degree=2",
+    "shard1": "--parallelism.data_parallel_shard_degree=1",
+    "replicate2": "--parallelism.data_parallel_replicate_degree=2",
+    "ddp2": "replicate2 shard1",
+    "hsdp2x2": "replicate2 shard2",
+    "stages2": "--parallelism.pipeline_parallel_degree=2",
+    "stages4": "--parallelism.pipeline_parallel_degree=4",
+    "pp2": "stages2 rows4 --validation.local_batch_size=4",
+    "1f1b": "--parallelism.pipeline_parallel_schedule=1F1B",
+    "interleaved": "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+    "zbv": "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+    "cad1f1b": "--parallelism.pipeline_parallel_schedule=CAD1F1B",
+    "cad_interleaved": "--parallelism.pipeline_parallel_schedule=CADInterleaved1F1B",
+    "by_one_row": "--parallelism.pipeline_parallel_microbatch_size=1",
+    "by_row": "--parallelism.pipeline_parallel_microbatch_size=2",
+    "halves": "--cad.nano_batches=2",
+    "traced": "--cad.streams=traced",
+    "opaque": "--cad.streams=opaque",
+    "resend": "--cad.backward=resend",
+    "symm_mem": "--cad.transport=symm_mem",
+    "collective": "--cad.transport=collective",
+    "documents_of_rows": "--cad.documents=row",
+    # 10 KB: rows travel in many chunks.
+    "small_buffers": "--cad.receive_buffer_gb=2e-5",
+    "tolerance_auto": "--cad.tolerance=auto --debug.no-deterministic",
+    "compile": "--compile.enable",
+    "compile_loss": "compile --compile.components=loss",
+    "ac_layer": "--activation_checkpoint.mode=selective",
+    "ac_op": "ac_layer --activation_checkpoint.selective_ac_option=op",
+    "ac_full": "--activation_checkpoint.mode=full",
+    "attention_kept": "ac_full --cad.no-recompute-attention",
+    "row1": "--training.local_batch_size=1",
+    "rows2": "--training.local_batch_size=2",
+    "rows3": "--training.local_batch_size=3",
+    "rows4": "--training.local_batch_size=4",
+    "rows8": "--training.local_batch_size=8",
+    "rows16": "--training.local_batch_size=16",
+    "batch4": "--training.global_batch_size=4",
+    "batch8": "--training.global_batch_size=8",
+    "batch12": "--training.global_batch_size=12",
+    "batch16": "--training.global_batch_size=16",
+    "batch24": "--training.global_batch_size=24",
+    # One batch after step 1: cheap enough for every composition.
+    "validation": "--validation.enable --validation.steps=1",
+    "validate_often": "--validation.enable --validation.freq=1 --validation.steps=2",
+    "validate4": "validate_often --validation.local_batch_size=4",
+    "qwen3": "--model.name=qwen3 --model.flavor=tiny_varlen",
+    "tied": "--model.name=qwen3 --model.flavor=tiny_tied",
+    "moe": "--model.name=qwen3 --model.flavor=tiny_moe",
+    "grouped": "--model.name=qwen3 --model.flavor=tiny_moe_grouped",
+    "routed_in_turn": "--debug.moe_force_load_balance",
+    "sdpa_gqa": "--model.flavor=tiny_sdpa_gqa",
+    "four_blocks": "--model.flavor=tiny4_varlen",
+    "eight_blocks": "--model.flavor=tiny8_varlen",
+}
+"""What options of jobs are called here."""
+
+
+def options(words: str) -> tuple[str, ...]:
+    """Return the arguments that the words name; those without a name are arguments themselves."""
+    found: tuple[str, ...] = ()
+    for word in words.split():
+        found += options(NAMED[word]) if word in NAMED else (word,)
+    return found
+
+
+DEFAULTS = options("cad_defaults")
 """All of [cad] as it is by default."""
-BY_RATES = (*DEFAULTS, "--debug.no-deterministic")
-"""Of which "auto" plans by rates, which must be planted, or plans depend on how fast a machine is."""
-CAD = (
-    *DEFAULTS,
-    "--cad.placement=loader",
-    "--cad.tolerance=0.02",  # plans of tests do not depend on how fast a machine is
-)
-"""Homes of the loader; test_placement.py repeats the compositions with the default."""
-PLACED = (*CAD, "--cad.placement=auto")
+CAD = options("cad")
+"""Homes of the loader; test_cad.py repeats the compositions with the default."""
+PLACED = options("placed")
 COMMON = (
     "--training.seq_len=1024",
     "--validation.seq_len=1024",
@@ -41,8 +112,7 @@ COMMON = (
 FAST = 1e12
 SLOW = 1.0
 """bytes / s: links by which all attention moves that is uneven, and by which none does; see ``run``"""
-VALIDATION = ("--validation.enable", "--validation.steps=1")
-"""One batch after step 1: cheap enough for every composition."""
+VALIDATION = options("validation")
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
 """relative error of losses and gradient norms in fp32: sums over the 4,096 tokens of a batch err by a random walk of as
 many roundings, hence by their square root"""
@@ -58,12 +128,12 @@ def ranks_per_loader(args: Iterable[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """A job with CAD (``args``) and its reference without (``reference_args``); both get ``shared``."""
+    """A job with CAD (``args``) and its reference without (``reference_args``), in words; both get ``shared``."""
 
     name: str
-    args: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    reference_args: tuple[str, ...] = ()
+    args: str = ""
+    shared: str = ""
+    reference_args: str = ""
     dp: int = 2
     """Data-parallel ranks."""
     moves: bool = True
@@ -73,12 +143,20 @@ class Composition:
     validates: bool = True
 
     @property
+    def job(self) -> tuple[str, ...]:
+        return options(f"{self.shared} {self.args}")
+
+    @property
+    def reference_job(self) -> tuple[str, ...]:
+        return options(f"{self.shared} {self.reference_args}")
+
+    @property
     def nranks(self) -> int:
-        return self.dp * ranks_per_loader((*self.shared, *self.args))
+        return self.dp * ranks_per_loader(self.job)
 
     @property
     def reference_nranks(self) -> int:
-        return self.dp * ranks_per_loader((*self.shared, *self.reference_args))
+        return self.dp * ranks_per_loader(self.reference_job)
 
 
 def name_of(case: Composition) -> str:
@@ -90,188 +168,119 @@ def skip_if_torch_is_too_old(case: Composition) -> None:
         pytest.skip(f"stock torchtitan cannot run this with torch {torch.__version__}")
 
 
-def dp(**degrees: int) -> tuple[str, ...]:
-    return tuple(
-        f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()
-    )
-
-
 def flavor(model: str, name: str = "tiny") -> tuple[str, ...]:
     return f"--model.name={model}", f"--model.flavor={name}"
-
-
-def schedule(name: str) -> tuple[str, ...]:
-    return (f"--parallelism.pipeline_parallel_schedule={name}",)
 
 
 def global_batch(rows: int) -> tuple[str, ...]:
     return (f"--training.global_batch_size={rows}",)
 
 
-TP2 = dp(tensor_parallel=2)
-CP2 = dp(context_parallel=2)
-EP2 = dp(expert_parallel=2)
-ETP2 = dp(expert_tensor_parallel=2)
-HALVES = ("--cad.nano_batches=2",)
-"""Two nano-batches: halves of rows, or of an odd number of rows in their middle."""
-DDP2 = dp(data_parallel_replicate=2, data_parallel_shard=1)
-BATCH4 = ("--training.local_batch_size=4", "--validation.local_batch_size=4")
-PP2 = (*dp(pipeline_parallel=2), *BATCH4)
-BY_ROW = ("--parallelism.pipeline_parallel_microbatch_size=2",)
-SDPA_GQA = ("--model.flavor=tiny_sdpa_gqa",)
-QWEN3 = flavor("qwen3", "tiny_varlen")
-TIED = flavor("qwen3", "tiny_tied")
-FOUR_BLOCKS = ("--model.flavor=tiny4_varlen",)
-SMALL_BUFFERS = ("--cad.receive_buffer_gb=2e-5",)
-"""10 KB: rows travel in many chunks."""
-ROWS_CP4 = ("--cad.documents=row", "--cad.min_shard=32", *dp(context_parallel=4))
-VALIDATE_OFTEN = ("--validation.enable", "--validation.freq=1", "--validation.steps=2")
-VALIDATE4 = (*VALIDATE_OFTEN, "--validation.local_batch_size=4")
-PROFILED = (
-    "--profiling.enable_profiling",
-    "--profiling.profile_freq=2",
-    "--profiling.profiler_warmup=0",
-    "--profiling.profiler_active=1",
-)
-"""Traces of every second step."""
-RESEND = ("--cad.backward=resend",)
-SYMMETRIC = ("--cad.transport=symm_mem",)
-TOLERANCE_AUTO = ("--cad.tolerance=auto", "--debug.no-deterministic")
-COMPILE = ("--compile.enable",)
-LAYER = ("--activation_checkpoint.mode=selective",)
-OP = (*LAYER, "--activation_checkpoint.selective_ac_option=op")
-FULL = ("--activation_checkpoint.mode=full",)
-ATTENTION_KEPT = (*FULL, "--cad.no-recompute-attention")
-
-
 def pp2(
-    name: str, *args: str, reference_args: tuple[str, ...] = (), **options: Any
+    name: str, args: str = "", reference_args: str = "", **more: Any
 ) -> Composition:
     """Two stages of two data-parallel ranks, beside a run without stages."""
-    return Composition(
-        name, args=(*PP2, *args), reference_args=(*BATCH4, *reference_args), **options
-    )
+    beside = f"rows4 --validation.local_batch_size=4 {reference_args}"
+    return Composition(name, f"pp2 {args}", reference_args=beside, **more)
 
 
-def pp2_of_four_blocks(name: str, *args: str, **options: Any) -> Composition:
-    return pp2(name, *args, *FOUR_BLOCKS, reference_args=FOUR_BLOCKS, **options)
+def pp2_of_four_blocks(name: str, args: str, **more: Any) -> Composition:
+    return pp2(name, f"{args} four_blocks", "four_blocks", **more)
 
 
 COMPOSITIONS = [
     Composition("fsdp2"),
     Composition("fsdp4", dp=4),
-    Composition("resend", args=RESEND),
-    Composition("tolerance_auto", args=TOLERANCE_AUTO, moves=False),
-    Composition(
-        "hsdp2x2", dp=4, shared=dp(data_parallel_replicate=2, data_parallel_shard=2)
-    ),
-    Composition("ddp2", args=DDP2),
-    Composition("tp2", shared=TP2, dp=1, moves=False),
+    Composition("resend", "resend"),
+    Composition("tolerance_auto", "tolerance_auto", moves=False),
+    Composition("hsdp2x2", shared="hsdp2x2", dp=4),
+    Composition("ddp2", "ddp2"),
+    Composition("tp2", shared="tp2", dp=1, moves=False),
     Composition(
         "tp2_no_loss_parallel",
-        shared=(*TP2, "--parallelism.disable_loss_parallel"),
+        shared="tp2 --parallelism.disable_loss_parallel",
         dp=1,
         moves=False,
     ),
-    Composition("fsdp2xtp2", args=TP2),
-    Composition("small_buffers", args=SMALL_BUFFERS),
-    Composition("small_buffers_resend", args=(*SMALL_BUFFERS, *RESEND)),
-    Composition("gradient_accumulation", shared=global_batch(12)),
-    Composition("ac_selective_layer", args=LAYER),
-    Composition("ac_selective_op", args=OP),
-    Composition("ac_full", args=FULL),
-    Composition("ac_full_attention_kept", args=ATTENTION_KEPT),
-    Composition("ac_full_resend", args=(*RESEND, *FULL)),
+    Composition("fsdp2xtp2", "tp2"),
+    Composition("small_buffers", "small_buffers"),
+    Composition("small_buffers_resend", "small_buffers resend"),
+    Composition("gradient_accumulation", shared="batch12"),
+    Composition("ac_selective_layer", "ac_layer"),
+    Composition("ac_selective_op", "ac_op"),
+    Composition("ac_full", "ac_full"),
+    Composition("ac_full_attention_kept", "attention_kept"),
+    Composition("ac_full_resend", "resend ac_full"),
     # The loss and validation, which are graphs of their own, are compiled in compile_resend_ac_op_tp2 and below.
-    Composition(
-        "compile", args=(*COMPILE, "--compile.components=model"), validates=False
-    ),
+    Composition("compile", "compile --compile.components=model", validates=False),
     # Stock torchtitan's gradients under TP with compile differ from those without (torch 2.13): the twin compiles too.
-    Composition("compile_resend_ac_op_tp2", args=RESEND, shared=(*COMPILE, *OP, *TP2)),
-    Composition(
-        "ddp2_gradient_accumulation",
-        args=(*DDP2, *global_batch(8)),
-        reference_args=global_batch(8),
-    ),
-    Composition("cp2", args=CP2, dp=1),
-    Composition("fsdp2xcp2", args=CP2),
-    Composition("cp2xtp2", args=(*CP2, *TP2), dp=1),
+    Composition("compile_resend_ac_op_tp2", "resend", shared="compile ac_op tp2"),
+    Composition("ddp2_gradient_accumulation", "ddp2 batch8", reference_args="batch8"),
+    Composition("cp2", "cp2", dp=1),
+    Composition("fsdp2xcp2", "cp2"),
+    Composition("cp2xtp2", "cp2 tp2", dp=1),
     pp2("pp2_1f1b"),
-    pp2_of_four_blocks(
-        "pp2_interleaved_tolerance_auto", *schedule("Interleaved1F1B"), *TOLERANCE_AUTO
-    ),
-    pp2_of_four_blocks("pp2_interleaved", *schedule("Interleaved1F1B")),
+    pp2_of_four_blocks("pp2_interleaved_tolerance_auto", "interleaved tolerance_auto"),
+    pp2_of_four_blocks("pp2_interleaved", "interleaved"),
     # torch cannot validate in V schedules, and its 2.11 cannot run them over gloo: a rank sends to itself.
-    pp2_of_four_blocks(
-        "pp2_zbv", *schedule("ZBVZeroBubble"), needs_torch="2.13", validates=False
-    ),
+    pp2_of_four_blocks("pp2_zbv", "zbv", needs_torch="2.13", validates=False),
     # torchtitan reports no loss with this one: it takes that of the first pipeline rank for ZBVZeroBubble alone.
     pp2_of_four_blocks(
         "pp2_dualpipev",
-        *schedule("DualPipeV"),
-        "--parallelism.no-pipeline-parallel-expert-parallel-overlap",
+        "--parallelism.pipeline_parallel_schedule=DualPipeV --parallelism.no-pipeline-parallel-expert-parallel-overlap",
         needs_torch="2.13",
         reports_loss=False,
         validates=False,
     ),
-    pp2("pp2xcp2", *CP2, dp=1),
-    Composition("qwen3_fsdp2", shared=QWEN3),
-    Composition("qwen3_fsdp2xtp2", args=TP2, shared=QWEN3),
-    Composition("qwen3_cp2", args=CP2, shared=QWEN3, dp=1),
-    Composition("tied_fsdp2", shared=TIED),
-    Composition("tied_fsdp2xtp2", args=TP2, shared=TIED),
-    Composition("tied_cp2", args=CP2, shared=TIED, dp=1),
+    pp2("pp2xcp2", "cp2", dp=1),
+    Composition("qwen3_fsdp2", shared="qwen3"),
+    Composition("qwen3_fsdp2xtp2", "tp2", shared="qwen3"),
+    Composition("qwen3_cp2", "cp2", shared="qwen3", dp=1),
+    Composition("tied_fsdp2", shared="tied"),
+    Composition("tied_fsdp2xtp2", "tp2", shared="tied"),
+    Composition("tied_cp2", "cp2", shared="tied", dp=1),
     # Plain causal attention over the whole row, with grouped queries: the sdpa flavors.
+    Composition("sdpa_gqa_rows", "documents_of_rows cp2", shared="sdpa_gqa", dp=1),
+    # One document over four ranks, cut finely.
     Composition(
-        "sdpa_gqa_rows",
-        args=("--cad.documents=row", *CP2),
-        shared=SDPA_GQA,
+        "split_kv_cp4",
+        "documents_of_rows --cad.min_shard=32 cp4",
+        shared="sdpa_gqa",
         dp=1,
     ),
-    # One document over four ranks, cut finely.
-    Composition("split_kv_cp4", args=ROWS_CP4, shared=SDPA_GQA, dp=1),
-    Composition("validation", shared=VALIDATE_OFTEN),
-    pp2("validation_pp2", shared=VALIDATE_OFTEN),
+    Composition("validation", shared="validate_often"),
+    pp2("validation_pp2", shared="validate_often"),
 ]
 
-ROW1 = ("--training.local_batch_size=1",)
-
 HALVED = [
-    Composition("rows_ac_op_accumulation", args=(*OP, *global_batch(8))),
-    Composition("middle_resend_ac_full", args=(*ROW1, *FULL, *RESEND)),
-    Composition("middle_attention_kept", args=(*ROW1, *ATTENTION_KEPT)),
-    Composition("middle_cp2", args=(*ROW1, *CP2), dp=1),
-    Composition("rows_tp2", args=TP2, dp=1),
-    Composition("rows_compile", args=COMPILE),
-    pp2("middle_pp2_validation", *VALIDATE4),
+    Composition("rows_ac_op_accumulation", "ac_op batch8"),
+    Composition("middle_resend_ac_full", "row1 ac_full resend"),
+    Composition("middle_attention_kept", "row1 attention_kept"),
+    Composition("middle_cp2", "row1 cp2", dp=1),
+    Composition("rows_tp2", "tp2", dp=1),
+    Composition("rows_compile", "compile"),
+    pp2("middle_pp2_validation", "validate4"),
 ]
 """Jobs of two nano-batches, halved by rows or in the middle of rows."""
 
 MORE_HALVED = [
     *COMPOSITIONS,
-    Composition("middle_fsdp2", args=ROW1),
-    Composition("middle_compile", args=(*ROW1, *COMPILE)),
-    Composition("middle_compile_ac_full", args=(*ROW1, *FULL, *COMPILE)),
-    Composition("rows_compile_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
-    Composition("middle_ac_op_3_rows", args=(*OP, "--training.local_batch_size=3")),
-    Composition("middle_qwen3_cp2", args=(*ROW1, *CP2), shared=QWEN3, dp=1),
-    Composition(
-        "middle_fsdp2xcp2_gqa",
-        args=(*ROW1, *CP2, "--model.flavor=tiny_varlen_gqa"),
-    ),
-    Composition("fsdp2xtp2_attention_kept", args=(*TP2, *ATTENTION_KEPT)),
-    Composition("fsdp2xtp2_ac_full", args=(*TP2, *FULL)),
+    Composition("middle_fsdp2", "row1"),
+    Composition("middle_compile", "row1 compile"),
+    Composition("middle_compile_ac_full", "row1 ac_full compile"),
+    Composition("rows_compile_attention_kept", "attention_kept compile"),
+    Composition("middle_ac_op_3_rows", "ac_op rows3"),
+    Composition("middle_qwen3_cp2", "row1 cp2", shared="qwen3", dp=1),
+    Composition("middle_fsdp2xcp2_gqa", "row1 cp2 --model.flavor=tiny_varlen_gqa"),
+    Composition("fsdp2xtp2_attention_kept", "tp2 attention_kept"),
+    Composition("fsdp2xtp2_ac_full", "tp2 ac_full"),
     # Stock's blocks, compiled, lose a gradient with TP on CPU (torch 2.13), and so do segments.
-    Composition("fsdp2xtp2_compile", args=(*TP2, *COMPILE, "--training.steps=20")),
-    Composition(
-        "fsdp2xtp2_ac_layer_accumulation_resend",
-        args=(*TP2, *LAYER, *global_batch(8), *RESEND),
-    ),
-    pp2("rows_pp2", *BY_ROW),
+    Composition("fsdp2xtp2_compile", "tp2 compile --training.steps=20"),
+    Composition("fsdp2xtp2_ac_layer_accumulation_resend", "tp2 ac_layer batch8 resend"),
+    pp2("rows_pp2", "by_row"),
     pp2_of_four_blocks(
         "rows_pp2_zbv_tp2",
-        *(*schedule("ZBVZeroBubble"), *BY_ROW, *TP2),
-        "--training.local_batch_size=8",
+        "zbv by_row tp2 rows8",
         dp=1,
         needs_torch="2.13",
         validates=False,
@@ -285,26 +294,26 @@ needs_traced = pytest.mark.skipif(
     reason=f"compiled graphs lose the order of streams before torch {FIRST_TORCH}",
 )
 TRACED = [
-    Composition("rows", args=COMPILE),
-    Composition("middle_resend", args=(*ROW1, *COMPILE, *RESEND)),
-    Composition("rows_ac_op_accumulation", args=(*OP, *COMPILE, *global_batch(8))),
-    Composition("rows_attention_kept", args=(*ATTENTION_KEPT, *COMPILE)),
-    Composition("middle_cp2_qwen3", args=(*ROW1, *COMPILE, *CP2), shared=QWEN3, dp=1),
-    Composition("rows_symm_mem", args=(*COMPILE, *SYMMETRIC)),
-    Composition("rows_small_buffers", args=(*COMPILE, *SMALL_BUFFERS)),
+    Composition("rows", "compile"),
+    Composition("middle_resend", "row1 compile resend"),
+    Composition("rows_ac_op_accumulation", "ac_op compile batch8"),
+    Composition("rows_attention_kept", "attention_kept compile"),
+    Composition("middle_cp2_qwen3", "row1 compile cp2", shared="qwen3", dp=1),
+    Composition("rows_symm_mem", "compile symm_mem"),
+    Composition("rows_small_buffers", "compile small_buffers"),
     Composition(
         "rows_balanced_four_blocks_validation",
-        args=(*FOUR_BLOCKS, *VALIDATE_OFTEN, *COMPILE, "--cad.placement=balanced"),
+        "four_blocks validate_often compile --cad.placement=balanced",
     ),
-    pp2("middle_pp2_validation", *COMPILE, *VALIDATE4),
-    Composition("ddp2", args=(*COMPILE, *DDP2)),
+    pp2("middle_pp2_validation", "compile validate4"),
+    Composition("ddp2", "compile ddp2"),
 ]
 """Jobs whose exchanges can be compiled."""
 
 HALVED_SYMMETRIC = [
-    Composition("rows_resend_symm_mem", args=(*RESEND, *SYMMETRIC)),
-    Composition("rows_small_buffers_symm_mem", args=(*SMALL_BUFFERS, *SYMMETRIC)),
-    Composition("middle_cp2_symm_mem", args=(*ROW1, *CP2, *SYMMETRIC), dp=1),
+    Composition("rows_resend_symm_mem", "resend symm_mem"),
+    Composition("rows_small_buffers_symm_mem", "small_buffers symm_mem"),
+    Composition("middle_cp2_symm_mem", "row1 cp2 symm_mem", dp=1),
 ]
 
 
@@ -322,8 +331,8 @@ def reference(
     sharding of tied embeddings.
     """
     validation = VALIDATION if validates else ()
-    needed = {"compile_caches": {*COMPILE, *TP2}, "tied_embeddings": {*TIED}}
-    names = [name for name, met_by in needed.items() if met_by <= {*args}]
+    needed = {"compile_caches": "compile tp2", "tied_embeddings": "tied"}
+    names = [name for name, words in needed.items() if {*options(words)} <= {*args}]
     search = [torchtitan_with(*names)] if names else []
     return run(
         [*COMMON, *validation, *args],
