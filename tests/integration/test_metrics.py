@@ -200,7 +200,8 @@ def without_numbers(names: Iterable[str]) -> set[str]:
 
 @matrix
 def test_phases_and_nano_batches_are_found_by_sql():
-    job = run(options(f"placed halves {PROFILED} --training.steps=2"))
+    words = f"cad halves {PROFILED} --training.steps=2"
+    job = run([*COMMON, *options(words)])
     (path,) = job.dump_folder.rglob("rank0_trace.json")
     ask = open_trace(path)
     names = [name for (name,) in ask(f"SELECT DISTINCT name FROM slice WHERE {PHASES}")]
