@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of kernel calls, in place or gathered, and the whole engine with interpreted Triton kernels."""
+"""The whole engine with interpreted Triton kernels."""
 
 import numpy as np
 import pytest
@@ -21,37 +21,12 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.exchange import calls as kernel_calls
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.attend import RowSpace
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.transport.build import build_transport
 
 SHAPE = AttentionShape(4, 2, 16, 4)
-
-
-def test_rows_in_order_are_not_copied(monkeypatch):
-    """Rank 0 serves the head of its document for itself, rank 1 the tail and an unmasked task."""
-    monkeypatch.setattr(kernel_calls, "MOST_ROWS", 10**6)  # so that no call is cut
-    layout = TokenLayout.from_segments([[(0, 0, 512), (1, 0, 256)], [(2, 0, 100)]])
-    tasks = [
-        (0, 0, 384, 0, 384, 0),
-        (0, 384, 512, 384, 512, 1),
-        (0, 384, 512, 0, 384, 0),
-        (1, 0, 256, 0, 256, 1),
-        (2, 0, 100, 0, 100, 1),
-    ]
-    plan = Plan.from_tasks(
-        layout, SHAPE, PlannerConfig(), np.array(tasks, dtype=TASK_DTYPE)
-    )
-    tables = PlanTables.from_exchange(plan.exchange(0), True, CPU, 1.0)
-    diagonal, rectangle = tables.calls
-    assert diagonal.q_rows == diagonal.kv_rows == rectangle.kv_rows == slice(0, 384)
-    assert rectangle.q_rows == slice(384, 512)
-    local = torch.randn(768, 2, 16)
-    (view,) = RowSpace([local], [local[:0]]).take(rectangle.q_rows)
-    assert view.data_ptr() == local[384].data_ptr()
 
 
 def served_by_the_other() -> Plan:

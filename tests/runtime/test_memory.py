@@ -127,13 +127,14 @@ class Arrived:
         del self._messages
 
 
+TAKE = attend.RowSpace.take
+
+
 def take(space: attend.RowSpace, rows: Tensor | slice | None) -> list[Tensor]:
-    """Rows in one pass, as on a device."""
-    if isinstance(rows, slice):
-        return [x[rows] for x in space.local]
+    """Rows in one pass, as on a device; those in order are not copied."""
     received = len(space.received[0])
-    if rows is None and not received:
-        return list(space.local)
+    if isinstance(rows, slice) or (rows is None and not received):
+        return TAKE(space, rows)
     num_rows = len(space.local[0]) + received if rows is None else len(rows)
     return [x.new_empty(num_rows, *x.shape[1:]) for x in space.local]
 
