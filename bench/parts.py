@@ -42,6 +42,8 @@ def draw(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """A stacked bar for every label."""
     from matplotlib.figure import Figure
 
+    if not bars:
+        raise SystemExit("no system fits: nothing to draw")
     figure = Figure(figsize=(10, 1.5 + 0.45 * len(bars)), layout="constrained")
     axes = figure.subplots()
     axes.set_prop_cycle(color=COLORS)

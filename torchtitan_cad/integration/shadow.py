@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan_cad.integration.gathering import gather_objects, new_host_group
+from torchtitan_cad.integration.gathering import new_host_group
 from torchtitan_cad.integration.job import Job
 from torchtitan_cad.integration.loading.loader import Batch, Loader
 from torchtitan_cad.integration.report.steps_file import (
@@ -72,7 +72,11 @@ class Shadow(Stateful):
         tile = self.job.cad.planner_config().cost_tile
         own_work = [attention_work(rows, self.job.kinds, tile) for rows in microbatches]
         own = (microbatches, own_work)
-        gathered = gather_objects(own, self.group, "recording documents")
+        gathered = [own] * self.job.topology.group_size
+        if self.group is not None:
+            # to the first rank alone, so that no rank waits for another
+            there = gathered if self.rank == 0 else None
+            dist.gather_object(own, there, group=self.group, group_dst=0)
         if self.rank > 0:
             return
         # context-parallel ranks have the same rows

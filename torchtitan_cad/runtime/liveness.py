@@ -40,6 +40,7 @@ _GONE_WAIT_S = 0.5
 _LAUNCHER_WAIT_S = 0.5
 """seconds: within this time the launcher's first rank logs that the launcher is gone."""
 _CAUSE = "cause"
+_EFFECT = "first to stop"
 """Key of the store, with a clause about the first rank to stop by itself or to end without a message."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
@@ -223,9 +224,13 @@ class PeerMonitor:
         key = f"found in group {min(self._group, default=self.own.rank)}"
         if self._store.add(f"count of {key}", 1) == 1:
             findings = self._with_cause(self.examine())
+            if not findings and not self._is_first(_EFFECT, stopped):
+                findings = [self._value_of(_EFFECT)]
             self._store.set(key, json.dumps(findings or [stopped]))
             return findings
-        return self._with_cause(self._wait_for_findings(key))
+        findings = self._wait_for_findings(key)
+        of_others = [text for text in findings if not text.startswith(self.own.name)]
+        return self._with_cause(of_others)
 
     def _with_cause(self, findings: list[str]) -> list[str]:
         """Return findings, and the first rank that stopped by itself or ended if they do not name it."""
@@ -275,7 +280,7 @@ class PeerMonitor:
             _, _, rank = min(behind)
             last = after[rank]
             findings.append(
-                f"{last.name} is alive but behind, at {last.place}, while this rank is at {own.place}"
+                f"{last.name} is alive but behind, at {last.place}, while {own.name} is at {own.place}"
             )
         return findings
 

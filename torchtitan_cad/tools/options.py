@@ -291,7 +291,12 @@ def _documents(
         notes.append(f"documents: {DEFAULT} (default)")
     if spec in CORPORA:
         notes.append(f"documents: {read_corpus(spec)['source']}")
-    row, step = _tokens(options, base, cluster.ranks // (cluster.tp * pp))
+    ranks, rest = divmod(cluster.ranks, cluster.tp * pp)
+    if rest:
+        raise ValueError(
+            f"--ranks {cluster.ranks}: not a multiple of tp x pp = {cluster.tp * pp}; set a multiple of it"
+        )
+    row, step = _tokens(options, base, ranks)
     count = _count(options, cluster, notes)
     return Documents(lengths, row, step, count, options.seed)
 

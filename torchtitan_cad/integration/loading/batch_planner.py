@@ -5,7 +5,7 @@ Every rank of a CAD group gathers the boundaries of all, computes the same plans
 The gathers run over a gloo group of their own, so planning never touches the accelerator's communicators. All batches
 of an optimizer step are planned together, by two gathers on every rank: of what it has loaded, and of its fingerprint.
 A rank that fails in between tells its peers in place of the next. Where tokens get new homes, ids, labels and positions
-follow by one all-to-all of the same group, for which everything is ready before the second gather.
+follow by one all-to-all of the same group.
 """
 
 import contextlib
@@ -209,7 +209,8 @@ class BatchPlanner:
         )
         loaded = self._gather(own)
         self._check_alike(loaded)
-        with self.announced_failure("planning a batch"):
+        # ranks outside the group may have failed, which its others do not know
+        with self.announced_failure("planning a batch", known=()):
             if self.servers is not None:
                 self.servers.take_lists([part.servers for part in loaded])
             planned, redistribution = self._plan_step(own, loaded)
@@ -327,14 +328,18 @@ class BatchPlanner:
         raise AssertionError("a gather with an exhausted rank always raises")
 
     @contextlib.contextmanager
-    def announced_failure(self, doing: str) -> Iterator[None]:
+    def announced_failure(
+        self, doing: str, known: tuple[type[Exception], ...] = (PeerError,)
+    ) -> Iterator[None]:
         """Make the others raise ``PeerError`` naming this rank, in the gather they come to next, for an error in here.
 
-        ``doing``: what has failed then, as "planning a batch".
+        Args:
+            doing: what has failed then, as "planning a batch".
+            known: errors that all ranks of the group raise, which are not announced.
         """
         try:
             yield
-        except PeerError:
+        except known:
             raise
         except BaseException as error:
             run_state().own_error = error

@@ -109,7 +109,7 @@ class PlanningLoader(Stateful):
     _ahead: Future[Any] | None = field(default=None, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
+        self._stop_planning()
         planner = self.planner()
         with planner.announced_failure("loading a batch"):
             iterator = iter(self.inner)
@@ -117,29 +117,39 @@ class PlanningLoader(Stateful):
         draw = partial(self._draw_step, planner, iterator)
         self._ahead = _in_thread(draw)
         # A step draws all its batches before its first forward, so its plans are in use until the next one has drawn.
-        trained = Step()
+        trained: list[PlannedBatch] = []
         while True:
             try:
                 step, state = _result(self._ahead)
             except Exhausted:
                 return
             self._ahead = _in_thread(draw)
-            for number, (batch, planned) in enumerate(step, start=1):
-                if number == len(step):
+            plans = [planned for _, planned in step]
+            while step:
+                batch, planned = step.pop(0)  # so that training alone holds it
+                if not step:
                     self._state = state
                 self.on_batch(planned)
                 yield batch
-            for _, planned in trained:
+            for planned in trained:
                 planner.drop(planned)
-            trained = step
+            trained = plans
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.close()
+        self._stop_planning()
         self._state = state_dict
         self.inner.load_state_dict(state_dict)
+
+    def _stop_planning(self) -> None:
+        """Wait for the planning thread. Raises RuntimeError if it does not end: two would draw from one loader."""
+        self.close()
+        if self._ahead is not None:
+            raise RuntimeError(
+                f"the CAD planning thread still waits for its peers after {JOIN_S:.0f} s; start the job anew"
+            )
 
     def close(self, timeout_s: float = JOIN_S) -> None:
         """Wait for the planning thread, which plans a step with those of its peers, so that none waits in vain.

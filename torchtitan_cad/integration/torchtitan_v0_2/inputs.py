@@ -128,12 +128,19 @@ def load_tokenizer(
             text, *_ = str(error).split("Available files")
             reason = " ".join(text.split()).rstrip(".")
         raise ValueError(f"{key}: {reason}; {_prepare(vocab_size)}") from error
-    if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
-        raise ValueError(
-            f"{key}: the tokenizer has {tokenizer.get_vocab_size()} tokens, model.flavor = "
-            f"{job_config.model.flavor!r} only {vocab_size}: use another of the two; {_prepare(vocab_size)}"
-        )
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, job_config, vocab_size)
     return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, job_config: JobConfig, vocab_size: int) -> None:
+    """Raise ValueError if a tokenizer has more tokens than the model."""
+    model = job_config.model
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(
+            f"model.hf_assets_path = {model.hf_assets_path!r}: the tokenizer has {tokenizer.get_vocab_size()} tokens, "
+            f"model.flavor = {model.flavor!r} only {vocab_size}: use another of the two; {_prepare(vocab_size)}"
+        )
 
 
 def without_document_ids(process: Callable[..., Any]) -> Callable[..., Any]:

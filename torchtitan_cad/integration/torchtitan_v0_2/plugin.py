@@ -51,6 +51,7 @@ from torchtitan_cad.integration.torchtitan_v0_2.inputs import (
     SYNTHETIC,
     add_demo,
     check_inputs,
+    check_vocabulary,
     import_custom,
     open_dataset,
     without_document_ids,
@@ -234,6 +235,8 @@ def _build_dataloader(
     **options: Any,
 ) -> BaseDataLoader:
     """Open the session of a job whose model has these args, and build the loader that plans its batches."""
+    if tokenizer:
+        check_vocabulary(tokenizer, job_config, args.vocab_size)
     eos_id = tokenizer.eos_id if tokenizer else None
     session = open_session(read_job(job_config, args, eos_id))
     loader = open_dataset(

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.tools import utils
 
 from torchtitan_cad.integration.topology import TICK_SCHEDULES
 from torchtitan_cad.integration.torchtitan_v0_2.blocks import (
@@ -92,7 +93,7 @@ _FRACTIONS = (
     "optimizer.beta2",
 )
 _BOUNDS = (
-    (_COUNTS, 1, math.inf),
+    (_COUNTS, 1, 2**31 - 1),
     (_AMOUNTS, 0, math.inf),
     (_FRACTIONS, 0, 1),
 )
@@ -128,6 +129,10 @@ def check_bounds(config: JobConfig) -> None:
                 raise ValueError(
                     f"{key} = {value}: set a number from {least} to {most}"
                 )
+    if config.training.max_norm == 0:
+        raise ValueError(
+            "training.max_norm = 0: every gradient would be 0; set a positive number, or inf to clip nothing"
+        )
 
 
 def check(config: JobConfig, refusals: Iterable[Refusal]) -> None:
@@ -205,6 +210,11 @@ def _of_features(config: JobConfig) -> Iterator[Refusal]:
         and parallelism.tensor_parallel_degree > 1
         and not compiles,
         f"{to_compile}, or it to false",
+    )
+    yield (
+        "training.enable_cpu_offload",
+        config.training.enable_cpu_offload and utils.device_type == "cpu",
+        "set it to false: CPU ranks have nothing to offload to",
     )
     yield (
         "lr_scheduler.total_steps",

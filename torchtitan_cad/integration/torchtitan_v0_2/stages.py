@@ -2,6 +2,8 @@
 """Which modules of a model are in which stage of a pipeline, as torchtitan assigns them, checked before it does."""
 
 import math
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 from torch.distributed.pipelining.schedules import (
@@ -48,6 +50,7 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
             f"{first} and {last} layers)"
         )
     if names is not None:
+        _check_modules(names, num_layers)
         return names
     try:
         return generate_llm_fqn_per_model_part(count, num_layers, first, last)
@@ -56,3 +59,16 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
             f"{described} of {num_layers} layers, where pipeline_parallel_first_stage_less_layers = {first} and "
             f"pipeline_parallel_last_stage_less_layers = {last}: {error}; set fewer stages, or the latter two to 1"
         ) from error
+
+
+def _check_modules(names: list[list[str]], num_layers: int) -> None:
+    """Raise ValueError unless every module is in one stage: torchtitan would train a model without the others."""
+    (expected,) = generate_llm_fqn_per_model_part(1, num_layers)
+    named = Counter(chain.from_iterable(names))
+    missing = set(expected) - named.keys()
+    wrong = sorted(named - Counter(expected))
+    if missing or wrong:
+        raise ValueError(
+            f"parallelism.module_fqns_per_model_part = {names}: {sorted(missing)} are missing, {wrong} unknown or "
+            "given twice; name each module once"
+        )

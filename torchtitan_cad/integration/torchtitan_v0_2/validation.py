@@ -15,6 +15,7 @@ from torchtitan_cad.integration.loading.loader import (
     Loader,
 )
 from torchtitan_cad.integration.loading.redistribution import Batch
+from torchtitan_cad.integration.run_state import run_state
 from torchtitan_cad.integration.session import CadSession, current_session
 
 
@@ -64,9 +65,17 @@ class ValidationLoader:
                 yield {**inputs, PLAN_KEYS: self.session.plan_now(inputs)}, labels
                 handed_out += 1
             # torchtitan draws one more and does not use it; the next validation begins behind it
-            next(batches, None)
+            self._draw_one_more(batches)
         except Exhausted as end:
             self._explain(end.args, handed_out)
+
+    def _draw_one_more(self, batches: Iterator[Batch]) -> None:
+        try:
+            next(batches, None)
+        except Exception as error:
+            # not announced: peers come to the next gather with the next validation
+            run_state().own_error = error
+            raise
 
     def _fits(self, rows: int) -> bool:
         """Tell whether the job can run a batch of that many rows, which may be the rest of a data set."""

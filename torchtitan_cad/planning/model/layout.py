@@ -276,7 +276,8 @@ class TokenLayout:
 
 def _check_segment(rank: int, segment: Segment) -> None:
     """Raise ValueError unless the segment is three integers."""
-    is_triple = isinstance(segment, Sequence) and len(segment) == 3
+    is_row = isinstance(segment, (Sequence, np.ndarray))
+    is_triple = is_row and len(segment) == 3
     if is_triple and all(_fits(value) for value in segment):
         return
     raise ValueError(

@@ -213,20 +213,49 @@ class _Microbatch:
 def add_up(lengths: Sequence[int], total: int) -> list[int] | None:
     """Return indices of lengths, which ascend, that add up to ``total``, in descending order; None if none do.
 
-    Where there is a choice, the last ones are taken.
+    Where there is a choice, the last ones are taken. Memory is that of one sum for each distinct length.
     """
-    up_to_total = (2 << total) - 1
-    # bit t of sums[i]: some of the first i documents add up to t
+    groups = _equal_lengths(lengths)
+    # bit t of sums[n]: some of the documents in the first n groups add up to t
     sums = [1]
-    for length in lengths:
-        with_it = sums[-1] << length
-        sums.append((sums[-1] | with_it) & up_to_total)
+    for group in groups:
+        sums.append(_with_group(sums[-1], lengths[group[0]], len(group), total=total))
     if not sums[-1] >> total & 1:
         return None
-    chosen = []
-    for i in reversed(range(len(lengths))):
-        before = total - lengths[i]
-        if before >= 0 and sums[i] >> before & 1:
-            chosen.append(i)
-            total = before
+    chosen: list[int] = []
+    for group, without in zip(reversed(groups), sums[-2::-1], strict=True):
+        length = lengths[group[0]]
+        count = min(len(group), total // length)
+        while True:
+            rest = total - count * length
+            if without >> rest & 1:
+                break
+            count -= 1
+        last_ones = group[len(group) - count :]
+        chosen += reversed(last_ones)
+        total -= count * length
     return chosen
+
+
+def _equal_lengths(lengths: Sequence[int]) -> list[range]:
+    """Return the index ranges of equal lengths."""
+    groups = []
+    begin = 0
+    while begin < len(lengths):
+        end = bisect_right(lengths, lengths[begin], begin)
+        groups.append(range(begin, end))
+        begin = end
+    return groups
+
+
+def _with_group(sums: int, length: int, count: int, total: int) -> int:
+    """Return the sums, as bits up to ``total``, with up to ``count`` documents of one length: 1, 2, 4, ... of them."""
+    up_to_total = (2 << total) - 1
+    step = 1
+    while count:
+        step = min(step, count)
+        with_more = sums << step * length
+        sums = (sums | with_more) & up_to_total
+        count -= step
+        step *= 2
+    return sums

@@ -180,7 +180,7 @@ class _StepPlanner:
     def _by_time(self, microbatches: Microbatches, times: LayerTimes) -> Step:
         shape = self.kind.shape
         home = [stay_home(nanos, shape, self.config) for nanos in microbatches]
-        if self.config.planner == "home":
+        if self.config.planner == "home" or not microbatches:
             return home
 
         def plan(nanos: Sequence[TokenLayout]) -> list[Plan]:

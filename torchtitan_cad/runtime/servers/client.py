@@ -173,7 +173,21 @@ class ServerPool:
     # Lists ------------------------------------------------------------------------------------------------------------
 
     def look(self) -> list[JoinedServer]:
-        """Return the servers that this rank is connected to, and begin to connect to new ones."""
+        """Return the servers that this rank is connected to, and begin to connect to new ones.
+
+        There are none if the store in which servers announce themselves does not answer.
+        """
+        try:
+            return self._look()
+        except RuntimeError as error:
+            if self._links:
+                logger.warning(
+                    f"CAD uses no servers any longer: their store does not answer: {first_sentence(error)}"
+                )
+            self.close()
+            return []
+
+    def _look(self) -> list[JoinedServer]:
         for card in self._registry.servers(self._known):
             link = _Link(card)
             self._known.add(card.number)

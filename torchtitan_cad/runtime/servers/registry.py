@@ -107,13 +107,16 @@ class Registry:
 
     def servers(self, known: Container[int]) -> list[ServerCard]:
         """Return the servers that have announced themselves, but for the ``known``, in order."""
-        count = self._store.add("servers", 0)
-        texts = [
-            self._text(f"server/{number}")
-            for number in range(count)
-            if number not in known
-        ]
-        return [ServerCard(**json.loads(text)) for text in texts if text]
+        cards = []
+        for number in range(self._store.add("servers", 0)):
+            text = "" if number in known else self._text(f"server/{number}")
+            if not text:
+                continue
+            try:
+                cards.append(ServerCard(**json.loads(text)))
+            except (TypeError, ValueError):
+                self.strike(number, "its announcement cannot be used")
+        return cards
 
     def strike(self, number: int, reason: str) -> None:
         """Note why a server takes no more work."""

@@ -263,7 +263,6 @@ def _tried_out(
     is_near = host[:, None] == host
     is_other = ~np.eye(len(host), dtype=bool)
     trials = [is_other]
-    trials = [is_other]
     if not is_near.all():
         # Inside hosts first: a rank that fails there leaves no other waiting for messages, which have no such bound.
         trials.insert(0, is_near & is_other)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The transport over the process group's all-to-all (gloo on CPU, NCCL on CUDA)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,14 +21,14 @@ class _Received(Pending):
     received: list[Tensor]
     works: list[dist.Work]
     sent: list[Tensor]
-    failure: str
+    failure: Callable[[], str]
 
     def wait(self) -> list[Tensor]:
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(f"{self.failure}: {error}") from error
+            raise PeerError(f"{self.failure()}: {error}") from error
         return self.received
 
 
@@ -57,10 +58,7 @@ class CollectiveTransport:
         phase: str,
         call: int,
     ) -> Pending:
-        ranks = dist.get_process_group_ranks(self._group)
-        indices = {*routes.receivers.ranks, *routes.senders.ranks}
-        peers = sorted(ranks[index] for index in indices)
-        failure = f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers} failed"
+        failure = partial(self._failure, routes, phase)
         works = list[dist.Work]()
         received = []
         sent = []
@@ -79,6 +77,13 @@ class CollectiveTransport:
                     async_op=True,
                 )
             except RuntimeError as error:
-                raise PeerError(f"{failure}: {error}") from error
+                raise PeerError(f"{failure()}: {error}") from error
             works.append(work)
         return _Received(received, works, sent, failure)
+
+    def _failure(self, routes: Routes, phase: str) -> str:
+        """Say what has failed, and with whom."""
+        ranks = dist.get_process_group_ranks(self._group)
+        indices = {*routes.receivers.ranks, *routes.senders.ranks}
+        peers = sorted(ranks[index] for index in indices)
+        return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers} failed"

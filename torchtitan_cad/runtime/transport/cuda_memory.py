@@ -10,7 +10,7 @@ that waits too long writes a record to host memory, and later kernels of this ra
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -180,8 +180,11 @@ def sending_stream(device: torch.device) -> "torch.cuda.Stream":
 
 def _check_sockets(near: NearRanks) -> None:
     """Raise RuntimeError unless this host's ranks have one /tmp, for sockets; torch would wait without a bound."""
-    status = os.stat("/tmp")
-    folders = gather((status.st_dev, status.st_ino), near.group)
+    folder = None
+    with suppress(OSError):
+        status = os.stat("/tmp")
+        folder = (status.st_dev, status.st_ino)
+    folders = gather(folder, near.group)
     if len(set(folders.values())) > 1:
         raise RuntimeError(
             "torch's symmetric memory opens sockets in /tmp, which is another folder on other ranks of the host; "

@@ -44,7 +44,7 @@ class Report:
     systems: dict[str, Trial]
 
     def share_of_perfect(self, name: str) -> float:
-        """Return perfect's seconds over the system's; 0 for one that does not fit."""
+        """Return perfect's seconds over those of a system that fits."""
         return self.systems["perfect"].seconds / self.systems[name].seconds
 
     def configuration(self, name: str) -> dict[str, Any]:
@@ -103,11 +103,12 @@ class Report:
                 rows.append([name, *["-"] * (len(header) - 2), system["reason"]])
         table = aligned(rows, (0, len(header) - 1))
         lines = [table, *self._speedups(systems["cad"])]
-        if "servers" in self.systems:
-            gain = self.systems["servers"].over(self.systems["cad"])
-            ratio = gain["mean"] if gain else math.nan
-            word = "pay" if ratio >= SERVERS_PAY_FROM else "do not pay"
-            lines.append(f"attention servers {word}: {ratio:.3f} times as fast as cad")
+        cad = self.systems["cad"]
+        gain = self.systems.get("servers", cad).over(cad)
+        if "servers" in self.systems and gain:
+            word = "pay" if gain["mean"] >= SERVERS_PAY_FROM else "do not pay"
+            ratio = f"{gain['mean']:.3f} times as fast as cad"
+            lines.append(f"attention servers {word}: {ratio}")
         return "\n".join(lines)
 
     def _speedups(self, figures: dict[str, Any]) -> list[str]:
