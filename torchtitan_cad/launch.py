@@ -50,10 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks_per_node = run.determine_local_world_size(options.nproc_per_node)
     except ValueError:
         # torchrun's own says neither which option it is nor what else to give
-        print(
-            f"launch: --nproc_per_node={options.nproc_per_node}: torch finds no such devices on this machine; set it "
-            "to the number of ranks that this machine is to run",
-            file=sys.stderr,
+        _say(
+            f"--nproc_per_node={options.nproc_per_node}: torch finds no such devices on this machine; set it "
+            "to the number of ranks that this machine is to run"
         )
         return _MISTAKE_EXIT
     if options.max_restarts > 0:
@@ -87,31 +86,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code < 0:
             code = _SIGNAL_EXIT - code
             end = failure.signal_name()
-        print(
-            f"launch: rank {rank} (pid {failure.pid}) was the first to end, with {end}",
-            file=sys.stderr,
-        )
+        _say(f"rank {rank} (pid {failure.pid}) was the first to end, with {end}")
         return code
     except RendezvousConnectionError:
-        print(
-            f"launch: {_no_answer(options)}; this has ended all ranks of this node",
-            file=sys.stderr,
-        )
+        _say(f"{_no_answer(options)}; this has ended all ranks of this node")
         return 1
     except RendezvousError as error:
-        print(
-            f"launch: the rendezvous at {_endpoint(options)} has failed with {type(error).__name__} {error}; start "
-            f"torchtitan_cad.launch on all of --nnodes={options.nnodes} again, within --rdzv-conf join_timeout seconds",
-            file=sys.stderr,
+        _say(
+            f"the rendezvous at {_endpoint(options)} has failed with {type(error).__name__} {error}; start "
+            f"torchtitan_cad.launch on all of --nnodes={options.nnodes} again, within --rdzv-conf join_timeout seconds"
         )
         return 1
     except SignalException as error:
-        print(
-            f"launch: {signal.Signals(error.sigval).name} has ended all ranks",
-            file=sys.stderr,
-        )
+        _say(f"{signal.Signals(error.sigval).name} has ended all ranks")
         return _SIGNAL_EXIT + int(error.sigval)
     return 0
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def _no_answer(options: Namespace) -> str:
@@ -147,11 +140,7 @@ def _end_if_stuck(options: Namespace, logs: str) -> None:
             pid = 0 if ended is None else ended.si_pid
             since = time.monotonic()
         elif time.monotonic() - since > limit:
-            print(
-                f"launch: pid {pid} has ended, and {_no_answer(options)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"pid {pid} has ended, and {_no_answer(options)}")
             shutil.rmtree(logs, ignore_errors=True)
             os._exit(1)
 

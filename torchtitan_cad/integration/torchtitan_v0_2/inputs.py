@@ -118,25 +118,25 @@ def load_tokenizer(
 
     Raises ValueError if there is none that can be read, or it has more tokens than the model.
     """
-    key = f"model.hf_assets_path = {job_config.model.hf_assets_path!r}"
+    folder = job_config.model.hf_assets_path
     try:
         tokenizer = build(job_config)
     except Exception as error:  # a broken file is a bare Exception
-        found = Path(job_config.model.hf_assets_path).is_dir()
         reason = "no such folder"
-        if found:
+        if Path(folder).is_dir():
             text, *_ = str(error).split("Available files")
             reason = " ".join(text.split()).rstrip(".")
-        raise ValueError(f"{key}: {reason}; {_prepare(vocab_size)}") from error
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, job_config, vocab_size)
+        raise ValueError(
+            f"model.hf_assets_path = {folder!r}: {reason}; {_prepare(vocab_size)}"
+        ) from error
+    check_vocabulary(tokenizer, job_config, vocab_size)
     return tokenizer
 
 
 def check_vocabulary(tokenizer: Any, job_config: JobConfig, vocab_size: int) -> None:
-    """Raise ValueError if a tokenizer has more tokens than the model."""
+    """Raise ValueError if there is a tokenizer and it has more tokens than the model."""
     model = job_config.model
-    if tokenizer.get_vocab_size() > vocab_size:
+    if tokenizer is not None and tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(
             f"model.hf_assets_path = {model.hf_assets_path!r}: the tokenizer has {tokenizer.get_vocab_size()} tokens, "
             f"model.flavor = {model.flavor!r} only {vocab_size}: use another of the two; {_prepare(vocab_size)}"

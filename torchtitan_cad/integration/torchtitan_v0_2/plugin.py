@@ -235,8 +235,7 @@ def _build_dataloader(
     **options: Any,
 ) -> BaseDataLoader:
     """Open the session of a job whose model has these args, and build the loader that plans its batches."""
-    if tokenizer:
-        check_vocabulary(tokenizer, job_config, args.vocab_size)
+    check_vocabulary(tokenizer, job_config, args.vocab_size)
     eos_id = tokenizer.eos_id if tokenizer else None
     session = open_session(read_job(job_config, args, eos_id))
     loader = open_dataset(

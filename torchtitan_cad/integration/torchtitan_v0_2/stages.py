@@ -2,7 +2,6 @@
 """Which modules of a model are in which stage of a pipeline, as torchtitan assigns them, checked before it does."""
 
 import math
-from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -64,11 +63,7 @@ def stage_modules(parallelism: Any, num_layers: int) -> list[list[str]]:
 def _check_modules(names: list[list[str]], num_layers: int) -> None:
     """Raise ValueError unless every module is in one stage: torchtitan would train a model without the others."""
     (expected,) = generate_llm_fqn_per_model_part(1, num_layers)
-    named = Counter(chain.from_iterable(names))
-    missing = set(expected) - named.keys()
-    wrong = sorted(named - Counter(expected))
-    if missing or wrong:
+    if sorted(chain.from_iterable(names)) != sorted(expected):
         raise ValueError(
-            f"parallelism.module_fqns_per_model_part = {names}: {sorted(missing)} are missing, {wrong} unknown or "
-            "given twice; name each module once"
+            f"parallelism.module_fqns_per_model_part = {names}: name each of {', '.join(expected)} once"
         )

@@ -178,7 +178,9 @@ class ServerPool:
         There are none if the store in which servers announce themselves does not answer.
         """
         try:
-            return self._look()
+            cards = self._registry.servers(self._known)
+            numbers = [*self._links]  # threads drop some
+            gone = {number: self._registry.reason_gone(number) for number in numbers}
         except RuntimeError as error:
             if self._links:
                 logger.warning(
@@ -186,16 +188,14 @@ class ServerPool:
                 )
             self.close()
             return []
-
-    def _look(self) -> list[JoinedServer]:
-        for card in self._registry.servers(self._known):
+        for card in cards:
             link = _Link(card)
             self._known.add(card.number)
             self._links[card.number] = link
             link.thread.submit(self._connect, link)
         joined = []
         for number, link in sorted(self._links.items()):
-            reason = self._registry.reason_gone(number)
+            reason = gone.get(number)
             if reason:
                 logger.info(f"CAD uses {link.card.name} no longer: {reason}")
                 self._drop(number)

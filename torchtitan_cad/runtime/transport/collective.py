@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -58,7 +57,12 @@ class CollectiveTransport:
         phase: str,
         call: int,
     ) -> Pending:
-        failure = partial(self._failure, routes, phase)
+        def failure() -> str:
+            ranks = dist.get_process_group_ranks(self._group)
+            indices = {*routes.receivers.ranks, *routes.senders.ranks}
+            peers = sorted(ranks[index] for index in indices)
+            return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers} failed"
+
         works = list[dist.Work]()
         received = []
         sent = []
@@ -80,10 +84,3 @@ class CollectiveTransport:
                 raise PeerError(f"{failure()}: {error}") from error
             works.append(work)
         return _Received(received, works, sent, failure)
-
-    def _failure(self, routes: Routes, phase: str) -> str:
-        """Say what has failed, and with whom."""
-        ranks = dist.get_process_group_ranks(self._group)
-        indices = {*routes.receivers.ranks, *routes.senders.ranks}
-        peers = sorted(ranks[index] for index in indices)
-        return f"core attention exchange '{phase}' of rank {dist.get_rank()} with ranks {peers} failed"
