@@ -324,6 +324,7 @@ def reference(
     *,
     validates: bool = True,
     grads_at: int = 2,
+    fp64: bool = False,
 ) -> RunResult:
     """A run without CAD that validates after step 1 if it can; one serves many compositions.
 
@@ -339,6 +340,7 @@ def reference(
         nranks,
         300,
         grads_at=grads_at,
+        fp64=fp64,
         pythonpath=search,
     )
 
