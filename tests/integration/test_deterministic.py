@@ -72,8 +72,7 @@ def test_equal_jobs_have_equal_bits(words):
         assert log.count(said) == 1
 
 
-@matrix
-@pytest.mark.parametrize("words", RESUMED)
+@pytest.mark.parametrize("words", params(RESUMED, ["batch8 halves"]))
 def test_a_resumed_job_has_the_same_bits(words):
     """Though the batch after the checkpoint had been redistributed already.
 
