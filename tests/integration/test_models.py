@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from tests.lib.jobs import compositions
 from tests.lib.jobs.compositions import (
     CAD,
     COMMON,
@@ -100,7 +101,7 @@ for model, homes in product(OWN, ("loader", "placed")):
 
 
 @pytest.mark.parametrize(("model", "case", "homes"), CASES)
-def test_composition_trains_like_its_reference(model, case, homes):
+def test_composition_trains_like_its_reference(model, case, homes, monkeypatch):
     steps = steps_of(model, case, homes)
     shared = (*flavor(model), f"--training.steps={steps}")
     if model == "gpt_oss":
@@ -120,6 +121,9 @@ def test_composition_trains_like_its_reference(model, case, homes):
         grads_at=grads_at,
     )
     exact = functools.partial(without_cad, fp64=True)
+    if f"{model}-{case.name}-{homes}" == SHORT[0]:
+        # Judge by fp64 here, so that no CPU is the first to do so.
+        monkeypatch.setattr(compositions, "rounding", lambda: 0.0)
     assert_trains_alike(result, without_cad(), exact=exact)
     if steps > 1:
         assert_not_recompiled(result)
