@@ -31,9 +31,9 @@ class Case:
 
     def layout(self) -> TokenLayout:
         rng = np.random.default_rng(self.seed)
-        return TokenLayout.from_segments(
-            FAMILIES[self.family](rng, self.num_ranks, self.tokens, self.min_shard)
-        )
+        family = FAMILIES[self.family]
+        ranks = family(rng, self.num_ranks, self.tokens, self.min_shard)
+        return TokenLayout.from_segments(ranks)
 
     def small(self, most_ranks: int, most_tokens: int) -> "Case":
         """The case with so few ranks, and tokens on each, that every token can be looked at."""
@@ -59,65 +59,48 @@ def lengths_summing_to(
     rng: np.random.Generator, total: int, typical: float
 ) -> list[int]:
     """Lognormal document lengths with the given sum."""
-    lengths: list[int] = []
+    lengths = []
     while total > 0:
         lengths.append(min(total, max(1, int(rng.lognormal(np.log(typical), 1.3)))))
         total -= lengths[-1]
     return lengths
 
 
-def _packed(rng, num_ranks, tokens, min_shard):
-    """Every rank its own documents."""
-    ranks: Ranks = []
-    doc = 0
-    for _ in range(num_ranks):
-        lengths = lengths_summing_to(rng, tokens, rng.uniform(1, tokens))
-        ranks.append([(doc + i, 0, length) for i, length in enumerate(lengths)])
-        doc += len(lengths)
-    return ranks
-
-
-def _spanning(rng, num_ranks, tokens, min_shard):
-    """One stream of documents cut into equal chunks."""
-    lengths = lengths_summing_to(rng, tokens * num_ranks, rng.uniform(1, 2 * tokens))
-    return contiguous(lengths, [tokens] * num_ranks)
-
-
-def _shuffled(rng, num_ranks, tokens, min_shard):
+def scattered(rng: np.random.Generator, lengths: list[int], num_ranks: int) -> Ranks:
     """Pieces of documents on random ranks in random order; ids neither dense nor ordered by rank."""
-    lengths = lengths_summing_to(
-        rng, tokens * min(num_ranks, 8), rng.uniform(1, 2 * tokens)
-    )
     ids = rng.choice(10**6, size=len(lengths), replace=False)
     pieces = []
     for doc, length in zip(ids.tolist(), lengths, strict=True):
-        cuts = np.unique(rng.integers(0, length + 1, size=rng.integers(0, 6)))
-        bounds = [0, *[c for c in cuts.tolist() if 0 < c < length], length]
+        cuts = rng.integers(0, length + 1, size=rng.integers(0, 6)).tolist()
+        bounds = sorted({0, *cuts, length})
         pieces += [(doc, a, b - a) for a, b in itertools.pairwise(bounds)]
-    ranks: Ranks = [[] for _ in range(num_ranks)]
+    ranks = [[] for _ in range(num_ranks)]
     for i in rng.permutation(len(pieces)):
         ranks[rng.integers(num_ranks)].append(pieces[i])
     return ranks
 
 
-def _ragged(rng, num_ranks, tokens, min_shard):
-    """Chunks of odd and unequal size."""
-    capacity = rng.integers(0, 2 * tokens, size=num_ranks) | 1
-    return contiguous(
-        lengths_summing_to(rng, int(capacity.sum()), rng.uniform(1, tokens)),
-        capacity.tolist(),
-    )
+def _packed(rng, num_ranks, tokens, min_shard):
+    """Every rank its own documents."""
+    lengths = []
+    for _ in range(num_ranks):
+        lengths += lengths_summing_to(rng, tokens, rng.uniform(1, tokens))
+    return contiguous(lengths, [tokens] * num_ranks)
 
 
-def _short(rng, num_ranks, tokens, min_shard):
-    """All documents shorter than min_shard, very unequal numbers of them."""
-    capacity = (rng.random(num_ranks) ** 3 * min(tokens, 500)).astype(int) + 1
-    lengths: list[int] = []
-    while sum(lengths) < capacity.sum():
-        lengths.append(
-            int(min(rng.integers(1, max(2, min_shard)), capacity.sum() - sum(lengths)))
-        )
-    return contiguous(lengths, capacity.tolist())
+def _spanning(rng, num_ranks, tokens, min_shard):
+    """One stream of documents, perhaps of short ones, cut into equal, odd, very unequal or mostly empty chunks."""
+    draws = rng.random(num_ranks)
+    share = (np.ones(num_ranks), 2 * draws, draws**3, draws < 0.3)[rng.integers(4)]
+    capacity = (tokens * share).astype(int).tolist()
+    typical = rng.choice([min_shard / 4, rng.uniform(1, 2 * tokens)])
+    return contiguous(lengths_summing_to(rng, sum(capacity), typical), capacity)
+
+
+def _shuffled(rng, num_ranks, tokens, min_shard):
+    total = tokens * min(num_ranks, 8)
+    lengths = lengths_summing_to(rng, total, rng.uniform(1, 2 * tokens))
+    return scattered(rng, lengths, num_ranks)
 
 
 def _giant(rng, num_ranks, tokens, min_shard):
@@ -131,53 +114,24 @@ def _giant(rng, num_ranks, tokens, min_shard):
     return contiguous([giant, *([7] * num_ranks)], [capacity] * num_ranks)
 
 
-def _near_balance(rng, num_ranks, tokens, min_shard):
-    """The same documents everywhere but for a few tokens."""
-    lengths = lengths_summing_to(rng, tokens, tokens / 3)
-    return [
-        [
-            (rank * 1000 + i, 0, length + int(rng.integers(0, 2)))
-            for i, length in enumerate(lengths)
-        ][:1000]
-        for rank in range(num_ranks)
-    ]
-
-
 def _at_tolerance(rng, num_ranks, tokens, min_shard):
-    """All ranks but one equal, and just below, at or above a tolerance of 0.02, 0.1 or 1 over the mean."""
+    """All ranks but one equal, and just below, at or above a tolerance of 0, 0.02, 0.1 or 1 over the mean."""
     longest = min(2 * min_shard + 1, 1 + tokens // 20)
     length = int(rng.integers(1, longest + 1))
     count = int(rng.integers(20, 21 + tokens // length))
-    excess = rng.choice([0.02, 0.1, 1.0])
-    fewer = max(
-        0,
-        int(count * (num_ranks / (1 + excess) - num_ranks + 1))
-        + int(rng.integers(-1, 2)),
-    )
-    docs = itertools.count()
-    return [
-        [(next(docs), 0, length) for _ in range(fewer if r == 0 else count)]
-        for r in range(num_ranks)
-    ]
-
-
-def _empty_ranks(rng, num_ranks, tokens, min_shard):
-    """Most ranks without tokens, perhaps all."""
-    capacity = np.where(rng.random(num_ranks) < 0.7, 0, tokens)
-    lengths = lengths_summing_to(rng, int(capacity.sum()), rng.uniform(1, 2 * tokens))
-    return contiguous(lengths, capacity.tolist())
+    excess = rng.choice([0.0, 0.02, 0.1, 1.0])
+    exact = int(count * (num_ranks / (1 + excess) - num_ranks + 1))
+    fewer = max(0, exact + int(rng.integers(-1, 2)))
+    counts = [fewer, *[count] * (num_ranks - 1)]
+    return contiguous([length] * sum(counts), [length * count for count in counts])
 
 
 FAMILIES = {
     "packed": _packed,
     "spanning": _spanning,
     "shuffled": _shuffled,
-    "ragged": _ragged,
-    "short": _short,
     "giant": _giant,
-    "near_balance": _near_balance,
     "at_tolerance": _at_tolerance,
-    "empty_ranks": _empty_ranks,
 }
 
 cases = st.builds(

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tests.lib.layouts import scattered
 from torchtitan_cad.planning import (
     TASK_DTYPE,
     AttentionShape,
@@ -40,16 +41,10 @@ def written_plan(text: str) -> Plan:
 def random_layout(
     rng: np.random.Generator, num_ranks: int, max_length: int = 700
 ) -> TokenLayout:
-    """Documents of odd lengths dealt to ranks, some cut into runs that live on different ranks; a rank may be empty."""
-    ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    for doc in range(int(rng.integers(1, 2 * num_ranks + 2))):
-        length = int(rng.integers(1, max_length))
-        cuts = sorted(rng.integers(0, length, size=int(rng.integers(0, 3))).tolist())
-        bounds = [0, *cuts, length]
-        for start, end in pairwise(bounds):
-            if end > start:
-                ranks[int(rng.integers(num_ranks))].append((doc, start, end - start))
-    return TokenLayout.from_segments(ranks)
+    """Documents of odd lengths, of which runs live on different ranks; a rank may be empty."""
+    count = rng.integers(1, 2 * num_ranks + 2)
+    lengths = rng.integers(1, max_length, size=count).tolist()
+    return TokenLayout.from_segments(scattered(rng, lengths, num_ranks))
 
 
 def random_plan(
@@ -83,20 +78,8 @@ def random_tasks(
             diagonal_start = start if parts else 0
             if parts and rng.random() < 0.5:
                 diagonal_start = parts.pop()[0]
-            tasks += [
-                (doc, start, end, a, b, int(rng.integers(layout.num_ranks)))
-                for a, b in parts
-            ]
-            tasks.append(
-                (
-                    doc,
-                    start,
-                    end,
-                    diagonal_start,
-                    end,
-                    int(rng.integers(layout.num_ranks)),
-                )
-            )
+            for keys in (*parts, (diagonal_start, end)):
+                tasks.append((doc, start, end, *keys, rng.integers(layout.num_ranks)))
     return canonical(np.array(tasks, dtype=TASK_DTYPE))
 
 

@@ -40,7 +40,7 @@ def document_lengths(
     """
     rng = np.random.default_rng(seed)
     total = num_ranks * TOKENS_PER_RANK
-    lengths: list[int] = []
+    lengths = []
     if workload == "one big":
         lengths.append(min(LONGEST, total // 2))
     draw = _draw(workload, rng, pretrain)
@@ -100,7 +100,7 @@ Ranks = list[list[tuple[int, int, int]]]
 
 def contiguous(lengths: list[int], capacity: list[int]) -> Ranks:
     """Documents laid end to end over ranks of the given capacity, spanning them where they must."""
-    ranks: Ranks = [[] for _ in capacity]
+    ranks = [[] for _ in capacity]
     rank = 0
     free = capacity[0]
     for doc, length in enumerate(lengths):

@@ -120,15 +120,15 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_job_is_told_of_compiling(folder, monkeypatch):
     monkeypatch.setattr(plans, "_loaded", False)
-    lines: list[str] = []
+    lines = []
     warm_up_placement(lines.append)
     assert [line.split()[0] for line in lines] == ["compiling", "compiled"]
     assert compile_once.is_compiled()
 
 
 def test_one_compiles_while_others_wait(folder):
-    lines: list[str] = []
-    ran: list[int] = []
+    lines = []
+    ran = []
 
     def compile_all() -> None:
         ran.append(1)
@@ -153,7 +153,7 @@ def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
     path = paths.get(trouble, folder)
     monkeypatch.setattr(compile_once, "_cache_folder", lambda: path)
     monkeypatch.setattr(compile_once, "LOCK_S", 0.2)
-    lines: list[str] = []
+    lines = []
     with filelock.FileLock(folder / "planner.lock"):
         compile_once.compile_once(nothing, lines.append)
     where = "in every process" if path is None else "in this process"
@@ -171,7 +171,7 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     monkeypatch.setattr(compile_once, "entry_points", lambda: [entry])
     monkeypatch.setattr(compile_once, "_SOURCES", folder)
     index = folder / "plan.make_plan-190.py311.nbi"
-    was_there: list[bool] = []
+    was_there = []
 
     def compile_all() -> None:
         was_there.append(index.exists())

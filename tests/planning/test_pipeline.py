@@ -27,7 +27,7 @@ def test_everything_once_and_in_order(ranks, microbatches, chunks):
         microbatches *= ranks
     ticks = tick_schedule(ranks, microbatches, chunks)
     stages = ranks * chunks
-    done: dict[tuple[bool, int, int], int] = {}
+    done = {}
     for number, tick in enumerate(ticks):
         for rank, work in enumerate(tick.work):
             if work is None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from tests.lib.layouts import LLAMA
 from tests.lib.tables import check_plan
 from tests.lib.workloads import document_lengths, spanning_layout
+from tests.planning.test_place_step import check_homes
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     TokenLayout,
@@ -22,23 +23,15 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.plan import moved_by
 
 
-def check_homes(layout: TokenLayout, placed: TokenLayout) -> None:
-    """The same documents, whole, and as many tokens on every rank, in document order."""
-    TokenLayout.from_segments(placed.segments())
-    assert placed.num_ranks == layout.num_ranks
-    for figure in ("docs", "doc_lengths", "tokens_per_rank"):
-        assert getattr(placed, figure).tolist() == getattr(layout, figure).tolist()
-    if placed is not layout:
-        for segments in placed.segments():
-            assert segments == sorted(segments)
-
-
 @settings(max_examples=settings.default.max_examples // 3)
 @given(problem=problems())
 def test_every_layout(problem):
     layout, config = problem
     plan = place_and_plan(layout, LLAMA, config)
-    check_homes(layout, plan.layout)
+    check_homes([[layout]], [[plan.layout]])
+    if plan.layout is not layout:
+        for segments in plan.layout.segments():
+            assert segments == sorted(segments)
     before = make_plan(layout, LLAMA, config)
     after = make_plan(plan.layout, LLAMA, config)
     assert after.fingerprint() == plan.fingerprint()

@@ -67,8 +67,9 @@ def check_homes(
         assert before.tokens_per_rank.tolist() == after.tokens_per_rank.tolist()
         assert before.queries_per_rank.tolist() == after.queries_per_rank.tolist()
     for nanos in homes:
-        if not nanos[-1].seg_attends.all():
-            check_halves(nanos[0], nanos[1])
+        for earlier, later in itertools.pairwise(nanos):
+            if not later.seg_attends.all():
+                check_halves(earlier, later)
 
 
 def check_halves(earlier: TokenLayout, later: TokenLayout) -> None:

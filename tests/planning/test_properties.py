@@ -4,17 +4,15 @@
 import dataclasses
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lib.layouts import LLAMA, cases, shapes
+from tests.lib.layouts import cases, shapes
 from tests.lib.reference import (
     check_bound,
     check_cuts,
     check_guarantee,
-    check_json,
     check_loads,
-    covers_exactly,
 )
 from tests.lib.tables import check_plan
 from torchtitan_cad.planning import (
@@ -74,14 +72,3 @@ def test_every_layout(problem, shape):
     # a shard is long on a slow rank
     if config.ranks_per_node is None:
         assert plan.stats.max_over_mean <= home.stats.max_over_mean
-
-
-@settings(max_examples=settings.default.max_examples // 2)
-@given(case=cases, share=SHARES)
-def test_small_layouts_against_brute_force(case, share):
-    """Tasks against every pair of tokens; tables and bytes, too."""
-    small = case.small(6, 60)
-    plan = make_plan(some_attend(small.layout(), share, case.seed), LLAMA, small.config)
-    assert covers_exactly(plan.layout, plan.tasks)
-    check_plan(plan)
-    check_json(plan)

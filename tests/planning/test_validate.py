@@ -32,7 +32,6 @@ def test_random_plans_with_rectangles(case, seed):
     layout = case.small(5, 30).layout()
     tasks = random_tasks(np.random.default_rng(seed), layout)
     plan = Plan.from_tasks(layout, LLAMA, SMALL, tasks)
-    assert covers_exactly(layout, tasks)
     check_plan(plan)
     check_json(plan)
 
