@@ -37,17 +37,18 @@ from torchtitan_cad.planning.servers import JoinedServer, assign_to_servers
 from torchtitan_cad.runtime.directions import FORWARD
 from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.select import get_kernel
-from torchtitan_cad.runtime.servers import client, server
+from torchtitan_cad.runtime.servers import client
 from torchtitan_cad.runtime.servers.client import ServerPool
 from torchtitan_cad.runtime.servers.registry import JobCard, Registry
 from torchtitan_cad.runtime.servers.request import Request
-from torchtitan_cad.runtime.servers.server import AttentionServer
 from torchtitan_cad.runtime.servers.wire import (
     SERVER,
     Connection,
     ServerMessage,
     WireError,
 )
+from torchtitan_cad.tools import attention_server as server
+from torchtitan_cad.tools.attention_server import AttentionServer
 
 LAYOUT = TokenLayout.from_segments(
     [[(0, 0, 300), (1, 0, 100)], [(2, 0, 201), (3, 0, 100)]]
@@ -105,7 +106,7 @@ def test_any_lost_answers_leave_the_same_bits(heads, seed, share):
 
 @pytest.fixture(autouse=True)
 def _joins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "attention_seconds", lambda *_: 1e-4)
+    monkeypatch.setattr(server, "attention_seconds", lambda *_, **__: 1e-4)
     monkeypatch.setattr(server, "RETRY_S", 0.1)
     monkeypatch.setattr(server, "REJOIN_S", 0.0)
 
@@ -141,7 +142,7 @@ def use_servers(pool: ServerPool, count: int) -> None:
 
 
 def server_at(port: int, token: str = TOKEN) -> AttentionServer:
-    return AttentionServer("localhost", port, token, CPU, version=__version__)
+    return AttentionServer("localhost", port, token, CPU)
 
 
 @contextmanager
@@ -255,7 +256,7 @@ def test_a_wrong_server_is_struck_off(store, caplog, behave, reason):
 def test_an_announcement_with_another_token_is_not_seen(store):
     open_job(store)
     registry_of(store, token="a guess").announce("a test", "cpu", 1e-4)
-    assert registry_of(store).servers(known=()) == []
+    assert registry_of(store).servers(known=set()) == []
 
 
 def test_a_server_that_accepts_no_invitation_is_not_used(store, monkeypatch):

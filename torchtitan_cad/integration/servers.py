@@ -4,7 +4,6 @@
 import logging
 import os
 import secrets
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +16,9 @@ from torchtitan_cad.runtime import rates
 from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.servers.client import ServerPool
-from torchtitan_cad.runtime.servers.registry import JobCard, Registry
+from torchtitan_cad.runtime.servers.registry import JobCard, Registry, open_store
 
 logger = logging.getLogger(__name__)
-
-_STORE_TIMEOUT_S = 10.0
 
 
 def open_to_servers(
@@ -50,8 +47,8 @@ def open_to_servers(
     unit = rates.attention_seconds(kernel, job.shape, job.dtype, job.device, cost)
     if group is not None:
         (unit,) = rates.slowest([unit], group)
-    groups = job.topology.num_groups * job.topology.tp
-    return ServerPool(registry, rank, unit, share=1 / groups)
+    share = 1 / (job.topology.num_groups * job.topology.tp)
+    return ServerPool(registry, rank, unit, share)
 
 
 def _open_store(cad: Cad, *, hosts: bool) -> tuple[int, str, dist.TCPStore]:
@@ -62,14 +59,12 @@ def _open_store(cad: Cad, *, hosts: bool) -> tuple[int, str, dist.TCPStore]:
     Args:
         hosts: whether this rank, the first, hosts the store.
     """
-    number = secrets.randbits(62)
-    token = cad.servers_token or secrets.token_urlsafe(9)
-    store = None
-    port = cad.servers_port
-    if hosts:
-        store = _tcp_store(port, hosts=True)
-        port = store.port
-    opened: list[Any] = [number, token, port]
+    store = _tcp_store(cad.servers_port, hosts=True) if hosts else None
+    opened: list[Any] = [
+        secrets.randbits(62),
+        cad.servers_token or secrets.token_urlsafe(9),
+        store.port if store else 0,
+    ]
     dist.broadcast_object_list(opened)
     number, token, port = opened
     return number, token, store or _tcp_store(port, hosts=False)
@@ -78,13 +73,7 @@ def _open_store(cad: Cad, *, hosts: bool) -> tuple[int, str, dist.TCPStore]:
 def _tcp_store(port: int, *, hosts: bool) -> dist.TCPStore:
     host = os.environ["MASTER_ADDR"]
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=hosts,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
-        )
+        return open_store(host, port, hosts=hosts)
     except RuntimeError as error:
         raise ValueError(
             f"cad.servers_port = {port} of {host}: {first_sentence(error)}; set another that is free and open to all "

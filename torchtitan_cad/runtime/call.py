@@ -18,7 +18,7 @@ from torchtitan_cad.runtime.exchange import Exchange, ExchangeClock, Incoming
 from torchtitan_cad.runtime.kernels.base import AttentionKernel, compute_dtype
 from torchtitan_cad.runtime.packing import RowFormat, hide_storage
 from torchtitan_cad.runtime.row_tables import Chunk
-from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool, take_answer
+from torchtitan_cad.runtime.servers.client import OwedAnswer, ServerPool
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.tables import PlanTables
 from torchtitan_cad.runtime.traces import named
@@ -256,11 +256,12 @@ class AttentionCall:
         asked = self._asked
         self._asked = []
         for request, answer in asked:
-            results = take_answer(request, answer)
+            results = None if answer is None else answer.result()
             if results is None:
                 with named(self.direction.trace_name):
                     results = request.compute(self.engine.kernel)
-            self._add_partials(results)
+            device = request.rows[0].device
+            self._add_partials([x.to(device, non_blocking=True) for x in results])
         for kind in self._results:
             self._combine_local(kind)
 

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchtitan-cad serve``: an attention server for a job with ``cad.servers``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 from pathlib import Path
 from typing import Literal
-
-from torchtitan_cad import __version__
-
-logger = logging.getLogger(__name__)
 
 
 def run(
@@ -33,8 +27,15 @@ def run(
         device: Where to compute.
         threads: Threads of a CPU server. By default as many as cores.
     """
-    host, port = _endpoint(join)
-    text = _token(token, token_file)
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--join {join}: give HOST:PORT, as the job logs it")
+    if (token is None) == (token_file is None):
+        raise ValueError(
+            f"--token {token}, --token-file {token_file}: give one of them, with the token that the job logs"
+        )
+    if token_file is not None:
+        token = token_file.read_text().strip()
     if threads is not None and threads < 1:
         raise ValueError(f"--threads {threads}: give a positive number")
 
@@ -42,7 +43,7 @@ def run(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
-    from torchtitan_cad.runtime.servers.server import AttentionServer
+    from torchtitan_cad.tools.attention_server import AttentionServer
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU; give --device cpu")
@@ -51,27 +52,10 @@ def run(
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     server = AttentionServer(
         host,
-        port,
-        text,
+        int(port),
+        str(token),
         device=torch.device(device),
-        version=__version__,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.leave())
     server.run()
-    logger.info("ended")
-
-
-def _endpoint(join: str) -> tuple[str, int]:
-    host, _, port = join.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"--join {join}: give HOST:PORT, as the job logs it")
-    return host, int(port)
-
-
-def _token(token: str | None, token_file: Path | None) -> str:
-    if (token is None) == (token_file is None):
-        raise ValueError(
-            f"--token {token}, --token-file {token_file}: give one of them, with the token that the job logs"
-        )
-    return token_file.read_text().strip() if token_file is not None else str(token)

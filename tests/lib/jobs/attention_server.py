@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_cad import __version__
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.servers import wire
 from torchtitan_cad.runtime.servers.request import Request
-from torchtitan_cad.runtime.servers.server import AttentionServer
+from torchtitan_cad.tools import attention_server
+from torchtitan_cad.tools.attention_server import AttentionServer
 
 READY = "ready"
 STOPPED_S = 3
@@ -112,13 +112,9 @@ def serve(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     port, token = job_in(options.log)
-    server = FaultyServer(
-        options.host,
-        port,
-        token,
-        torch.device("cpu"),
-        version="0.0" if options.fault == "version" else __version__,
-    )
+    if options.fault == "version":
+        attention_server.__version__ = "0.0"
+    server = FaultyServer(options.host, port, token, torch.device("cpu"))
     server.fault = options.fault
     server.direction = options.direction
     server.at = options.at

@@ -9,8 +9,10 @@ there are for each step that is planned, and use those that all of them are conn
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,15 +41,6 @@ ECHO_BYTES = 4 << 20
 
 OwedAnswer = Future[Sequence[Tensor] | None]
 """results on the host that a server owes; None if they did not come, as the server is struck off"""
-
-
-def take_answer(request: Request, answer: OwedAnswer | None) -> Sequence[Tensor] | None:
-    """Wait for an answer; return the results on the device of the request's rows, None if there are none."""
-    results = None if answer is None else answer.result()
-    if results is None:
-        return None
-    device = request.rows[0].device
-    return [x.to(device, non_blocking=True) for x in results]
 
 
 class _Link:
@@ -146,18 +139,25 @@ class ServerPool:
         # of GPUs: to pinned memory
         rows = [x.to("cpu", non_blocking=True) for x in request.rows]
         copied = streams.record_event(request.rows[0].device)
-
-        def results() -> Sequence[Tensor] | None:
-            try:
-                return link.round_trip(request, rows, copied, seconds)
-            except Exception as error:  # no answer ends training
-                self.strike(server, first_sentence(error))
-                return None
-
+        answer = partial(link.round_trip, request, rows, copied, seconds)
         try:
-            return link.thread.submit(results)
+            return self._submit(link, answer)
         except RuntimeError:  # struck off meanwhile
             return None
+
+    def _submit(
+        self, link: _Link, work: Callable[[], Any], failure: str = ""
+    ) -> Future[Any]:
+        """Do work in a server's thread; strike the server off if that fails, and say so after ``failure``."""
+
+        def run() -> Any:
+            try:
+                return work()
+            except Exception as error:  # no server ends training
+                self.strike(link.card.number, failure + first_sentence(error))
+                return None
+
+        return link.thread.submit(run)
 
     def strike(self, server: int, reason: str) -> None:
         """Ask a server nothing more, and tell the others."""
@@ -179,8 +179,11 @@ class ServerPool:
         """
         try:
             cards = self._registry.servers(self._known)
-            numbers = [*self._links]  # threads drop some
-            gone = {number: self._registry.reason_gone(number) for number in numbers}
+            for number in [*self._links]:  # threads drop some
+                reason = self._registry.reason_gone(number)
+                link = self._drop(number) if reason else None
+                if link is not None:
+                    logger.info(f"CAD uses {link.card.name} no longer: {reason}")
         except RuntimeError as error:
             if self._links:
                 logger.warning(
@@ -192,16 +195,10 @@ class ServerPool:
             link = _Link(card)
             self._known.add(card.number)
             self._links[card.number] = link
-            link.thread.submit(self._connect, link)
-        joined = []
-        for number, link in sorted(self._links.items()):
-            reason = gone.get(number)
-            if reason:
-                logger.info(f"CAD uses {link.card.name} no longer: {reason}")
-                self._drop(number)
-            elif link.joined is not None:
-                joined.append(link.joined)
-        return joined
+            connect = partial(link.connect, self._registry, self._rank, self._unit)
+            self._submit(link, connect, "it does not accept an invitation: ")
+        links = sorted(self._links.items())
+        return [link.joined for _, link in links if link.joined is not None]
 
     def take_lists(self, lists: Sequence[list[JoinedServer]]) -> None:
         """Use the servers from now on that all ranks of the group are connected to; of the first rank's rates."""
@@ -212,14 +209,6 @@ class ServerPool:
     def assign(self, plan: Plan) -> Plan:
         """Return a plan in which the servers of the last list take part."""
         return assign_to_servers(plan, self.listed, self._unit, self._share)
-
-    def _connect(self, link: _Link) -> None:
-        """Connect to a server, which may not come."""
-        try:
-            link.connect(self._registry, self._rank, self._unit)
-        except Exception as error:  # no server ends training
-            reason = f"it does not accept an invitation: {first_sentence(error)}"
-            self.strike(link.card.number, reason)
 
     def _drop(self, number: int) -> _Link | None:
         """Hang up; returns the link that there was."""

@@ -12,8 +12,8 @@ Keys, below a prefix:
 """
 
 import json
-from collections.abc import Container
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torchtitan_cad.planning import AttentionShape
 
 PREFIX = "torchtitan_cad/servers"
+_JOB = f"{PREFIX}/job"
+_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,18 @@ class ServerCard:
         return f"server {self.number} ({self.place})"
 
 
-def find_job(store: dist.Store) -> tuple[int, str] | None:
-    """Return number and version of the job of a store; None before it has been published."""
-    public: Any = dist.PrefixStore(PREFIX, store)
-    if not public.check(["job"]):
-        return None
-    number, version = public.get("job").decode().split()
+def open_store(host: str, port: int, *, hosts: bool) -> dist.TCPStore:
+    """Host the store in which servers and ranks meet, or become its client. Raises RuntimeError if that fails."""
+    return dist.TCPStore(
+        host, port, is_master=hosts, wait_for_workers=False, timeout=_TIMEOUT
+    )
+
+
+def find_job(store: Any) -> tuple[int, str]:
+    """Return number and version of the job of a store. Raises RuntimeError before it has been published."""
+    if not store.check([_JOB]):
+        raise RuntimeError("the store has no job yet")
+    number, version = store.get(_JOB).decode().split()
     return int(number), version
 
 
@@ -87,8 +95,7 @@ class Registry:
     def publish(self, card: JobCard, version: str) -> None:
         """Open the job to servers of a version, in place of any job before it in the same store."""
         self._store.set("card", json.dumps(asdict(card)))
-        public = dist.PrefixStore(PREFIX, self._client)
-        public.set("job", f"{self.job} {version}")
+        self._client.set(_JOB, f"{self.job} {version}")
 
     def card(self) -> JobCard | None:
         """Return what the job says to servers; None if it has another token."""
@@ -105,7 +112,7 @@ class Registry:
         self._store.set(f"server/{number}", json.dumps(asdict(card)))
         return card
 
-    def servers(self, known: Container[int]) -> list[ServerCard]:
+    def servers(self, known: set[int]) -> list[ServerCard]:
         """Return the servers that have announced themselves, but for the ``known``, in order."""
         cards = []
         for number in range(self._store.add("servers", 0)):

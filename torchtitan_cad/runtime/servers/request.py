@@ -16,8 +16,6 @@ from torchtitan_cad.runtime.kernels.base import (
 )
 from torchtitan_cad.runtime.servers.wire import ServerMessage
 
-_DIRECTIONS = {direction.name: direction for direction in (FORWARD, BACKWARD)}
-
 
 @dataclass(frozen=True)
 class Request:
@@ -66,7 +64,8 @@ class Request:
         Raises ValueError for rows that do not fit its tasks.
         """
         description = dict(message.description)
-        direction = _DIRECTIONS[description.pop("direction")]
+        directions = {"forward": FORWARD, "backward": BACKWARD}
+        direction = directions[description.pop("direction")]
         args = VarlenArgs.from_numpy(device=device, **description)
         rows = [x.to(device, non_blocking=True) for x in message.tensors]
         num_rows = {x.shape[0] for x in rows}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Messages between a rank and a joined server, over a gloo group of these two.
 
-A message is a head of int64 numbers, a text in JSON, and the bytes of tensors. The head has the text's sum, and the
-text that of the tensors: a peer of another job, or one that is broken, is refused with the reason.
+A message is a head of three int64 numbers (job, bytes and sum of the text), a text in JSON, and the bytes of tensors,
+whose sum the text has: a peer of another job, or one that is broken, is refused with the reason.
 """
 
 import json
@@ -19,11 +19,8 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.errors import first_sentence
 
-_HEAD = 3
-"""numbers of a head: job, bytes of text, sum of text"""
 RANK = 0
 SERVER = 1
-_TAG = 0
 
 
 class WireError(RuntimeError):
@@ -67,8 +64,9 @@ class Connection:
     ) -> None:
         self._job = job
         self._peer = 1 - member
-        timeout = timedelta(seconds=timeout_s)
-        self._group: Any = dist.ProcessGroupGloo(store, member, 2, timeout)
+        self._group: Any = dist.ProcessGroupGloo(
+            store, member, 2, timedelta(seconds=timeout_s)
+        )
 
     def send(self, message: ServerMessage, timeout_s: float) -> None:
         """Send a message. Raises WireError if the other side has not taken it in time."""
@@ -76,7 +74,7 @@ class Connection:
         formats = [
             (str(x.dtype).removeprefix("torch."), x.shape) for x in message.tensors
         ]
-        bodies = [_bytes_of(x.contiguous()) for x in message.tensors]
+        bodies = [_bytes_of(x) for x in message.tensors]
         values = [message.kind, message.description, formats, _sum_of(bodies)]
         text = torch.frombuffer(
             bytearray(json.dumps(values).encode()), dtype=torch.uint8
@@ -88,7 +86,7 @@ class Connection:
     def receive(self, timeout_s: float) -> ServerMessage:
         """Return the next message. Raises WireError if none comes in time, or it is not one of this job."""
         deadline = time.monotonic() + timeout_s
-        head = torch.empty(_HEAD, dtype=torch.int64)
+        head = torch.empty(3, dtype=torch.int64)
         self._transfer(self._group.recv, head, deadline)
         job, length, text_sum = head.tolist()
         if job != self._job:
@@ -114,16 +112,16 @@ class Connection:
         """Send or receive a tensor. Raises WireError if that is not done in time."""
         seconds = max(0.001, deadline - time.monotonic())
         try:
-            start([tensor], self._peer, _TAG).wait(timedelta(seconds=seconds))
+            start([tensor], self._peer, 0).wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            is_late = time.monotonic() >= deadline
-            reason = "it is late" if is_late else first_sentence(error)
-            raise WireError(reason) from error
+            if time.monotonic() >= deadline:
+                raise WireError("it is late") from error
+            raise WireError(first_sentence(error)) from error
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, in its memory."""
-    return tensor.view(-1).view(torch.uint8)
+    """Return a tensor's bytes, in its memory if it is contiguous."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _sum_of(parts: Sequence[Tensor]) -> int:

@@ -9,21 +9,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from multiprocessing.pool import ThreadPool
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from torchtitan_cad import __version__
 from torchtitan_cad.planning import TileAreaCost
 from torchtitan_cad.runtime.errors import first_sentence
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.rates import attention_seconds
-from torchtitan_cad.runtime.servers.registry import Registry, find_job
+from torchtitan_cad.runtime.servers.registry import Registry, find_job, open_store
 from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.runtime.servers.wire import (
     SERVER,
@@ -38,7 +35,6 @@ RETRY_S = 1.0
 REJOIN_S = 10.0
 """seconds after which a server that is struck off joins again"""
 REPORT_S = 60.0
-_STORE_TIMEOUT_S = 10.0
 _CONNECT_S = 5.0
 _SEND_S = 60.0
 _IDLE_S = 7 * 24 * 3600.0
@@ -54,16 +50,12 @@ class AttentionServer:
         host, port: of the key-value store that the job's rank 0 hosts.
         token: that the job has logged.
         device: on which tasks are computed.
-        version: of torchtitan_cad.
     """
 
-    def __init__(
-        self, host: str, port: int, token: str, device: torch.device, *, version: str
-    ) -> None:
+    def __init__(self, host: str, port: int, token: str, device: torch.device) -> None:
         self._endpoint = (host, port)
         self._place = f"{host}:{port}"
         self._token = token
-        self._version = version
         self.device = device
         self._leaving = threading.Event()
         self._compute_lock = threading.Lock()
@@ -91,17 +83,17 @@ class AttentionServer:
             running.wait(_LEAVE_S + RETRY_S)
             if running.ready():
                 running.get()
+        logger.info("ended")
 
     def _run(self) -> None:
         waiting = f"waiting for a job at {self._place}"
         logger.info(waiting)
         while not self._leaving.wait(RETRY_S):
             try:
-                store = self._open_store()
+                socket.create_connection(self._endpoint, RETRY_S).close()
+                store = open_store(*self._endpoint, hosts=False)
                 found = find_job(store)
-            except (OSError, RuntimeError):  # nobody listens, or nobody answers
-                continue
-            if found is None:
+            except (OSError, RuntimeError):  # nobody listens, answers or has a job
                 continue
             try:
                 self._serve_job(store, *found)
@@ -111,21 +103,12 @@ class AttentionServer:
                 )
             logger.info(waiting)
 
-    def _open_store(self) -> dist.TCPStore:
-        socket.create_connection(self._endpoint, RETRY_S).close()
-        return dist.TCPStore(
-            *self._endpoint,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
-        )
-
     # A job ------------------------------------------------------------------------------------------------------------
 
     def _serve_job(self, store: dist.TCPStore, job: int, version: str) -> None:
-        if version != self._version:
+        if version != __version__:
             raise ValueError(
-                f"the job at {self._place} runs torchtitan_cad {version}, this server {self._version}: install the "
+                f"the job at {self._place} runs torchtitan_cad {version}, this server {__version__}: install the "
                 "same version"
             )
         registry = Registry(store, job, self._token)
@@ -140,28 +123,27 @@ class AttentionServer:
         if kernel.squares_only:  # tails of causal tasks have more keys than queries
             kernel = get_kernel("varlen", self.device, shape)
         kernel.check(dtype, shape)
-        cost = TileAreaCost(card.cost_tile)
-        seconds = attention_seconds(kernel, shape, dtype, self.device, cost)
-        place = f"{socket.gethostname()}, pid {os.getpid()}"
-        answer = partial(self._answer_rank, job, kernel)
-        reason = ""
-        while not self._leaving.wait(REJOIN_S if reason else 0.0):
-            own = registry.announce(place, kernel.name, seconds)
+        seconds = attention_seconds(
+            kernel, shape, dtype, device=self.device, cost=TileAreaCost(card.cost_tile)
+        )
+        while not self._leaving.is_set():
+            own = registry.announce(
+                f"{socket.gethostname()}, pid {os.getpid()}", kernel.name, seconds
+            )
             logger.info(
                 f"joined the job as {own.name}: kernel {kernel.name} on {self.device}, {1e6 * seconds:.3g} us a tile, "
                 "forward and backward"
             )
-            reason = self._serve_ranks(registry, own.number, answer)
-            if not reason:
-                return
-            logger.warning(f"{reason}; joining again in {REJOIN_S:.0f} s")
+            reason = self._serve_ranks(registry, own.number, kernel)
+            if reason:
+                logger.warning(f"{reason}; joining again in {REJOIN_S:.0f} s")
+                self._leaving.wait(REJOIN_S)
 
-    def compute(self, kernel: AttentionKernel, request: Request) -> list[Tensor]:
+    def compute(self, kernel: AttentionKernel, request: Request) -> list[torch.Tensor]:
         """Return the results of a request on the host."""
         with self._compute_lock:
             begin = time.monotonic()
-            with torch.no_grad():
-                results = [x.cpu() for x in request.compute(kernel)]
+            results = [x.cpu() for x in request.compute(kernel)]
             self._busy_s += time.monotonic() - begin
             self._num_tasks += len(request.args.cu_q_host) - 1
         return results
@@ -169,23 +151,30 @@ class AttentionServer:
     # Ranks ------------------------------------------------------------------------------------------------------------
 
     def _serve_ranks(
-        self, registry: Registry, number: int, answer: Callable[[dist.Store], None]
+        self, registry: Registry, number: int, kernel: AttentionKernel
     ) -> str:
         """Answer ranks until this server leaves; if it is struck off before, return the reason.
 
         Args:
             number: of this registration.
-            answer: answers one rank until it hangs up.
         """
         num_invited = 0
         while not self._leaving.wait(POLL_S):
             for store in registry.invitations(number, num_invited):
                 num_invited += 1
-                thread = threading.Thread(target=answer, args=(store,), daemon=True)
+                thread = threading.Thread(
+                    target=self._answer_rank,
+                    args=(registry.job, kernel, store),
+                    daemon=True,
+                )
                 thread.start()
                 self._threads.append(thread)
             self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._report()
+            if time.monotonic() >= self._report_due:
+                self._report_due = time.monotonic() + REPORT_S
+                logger.info(
+                    f"{self._num_tasks} tasks so far in {self._busy_s:.0f} s, now for {len(self._threads)} ranks"
+                )
             reason = registry.reason_gone(number)
             if reason:
                 return reason
@@ -194,15 +183,6 @@ class AttentionServer:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return ""
-
-    def _report(self) -> None:
-        """Log what was computed so far, once a minute."""
-        if time.monotonic() < self._report_due:
-            return
-        self._report_due = time.monotonic() + REPORT_S
-        logger.info(
-            f"{self._num_tasks} tasks so far in {self._busy_s:.0f} s, now for {len(self._threads)} ranks"
-        )
 
     def _answer_rank(
         self, job: int, kernel: AttentionKernel, store: dist.Store
