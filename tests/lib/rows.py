@@ -4,22 +4,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from tests.lib.kernels_reference import assert_results_as_exact, dense_in_fp64, offsets
-from tests.lib.threaded import (
-    BUFFER_BYTES,
-    needs_linux,
-    run_ranks,
-    symmetric_transports,
-    thread_transports,
-)
+from tests.lib.threaded import BUFFER_BYTES, run_ranks, thread_transports
 from torchtitan_cad.planning import (
     AttentionShape,
     Plan,
@@ -34,11 +26,6 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 CPU = torch.device("cpu")
-TRANSPORTS = pytest.mark.parametrize(
-    "symmetric",
-    [False, pytest.param(True, marks=needs_linux)],
-    ids=["mailboxes", "symmetric"],
-)
 SHAPES = {
     "gqa 8:2": AttentionShape(8, 2, 16, 4),
     "mha": AttentionShape(4, 4, 16, 4),
@@ -147,8 +134,6 @@ def execute(
     backward: Plan | None = None,
     keep: bool = False,
     kept_bytes: float = 0.0,
-    max_delay_s: float = 0.0,
-    symmetric: bool = False,
     hosts: Sequence[int] | None = None,
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
@@ -157,15 +142,10 @@ def execute(
 ) -> list[list[Tensor]]:
     """[out, lse, dq, dk, dv, maybe dshared] by rank; ``squares_only``: ``SquareKernel``.
 
-    ``servers``: that have joined. ``symmetric``: over shared memory; ``hosts``: over that of every host, and messages
-    between hosts.
+    ``servers``: that have joined. ``hosts``: rows travel over the memory of every host, and by messages between hosts.
     """
     num_ranks = plan.layout.num_ranks
-    if not transports:
-        over_memory = partial(symmetric_transports, hosts=hosts)
-        over_mailboxes = partial(thread_transports, max_delay_s=max_delay_s)
-        symmetric_or_not = over_memory if symmetric or hosts else over_mailboxes
-        transports = symmetric_or_not(num_ranks, buffer_bytes=buffer_bytes)
+    transports = transports or thread_transports(num_ranks, buffer_bytes, hosts)
     scale = plan.shape.head_dim**-0.5
 
     def body(rank: int) -> list[Tensor]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All ranks of a CAD group as threads of one process: real engines and tables, mailboxes instead of a network."""
+"""All ranks of a CAD group as threads of one process: real engines and tables, memory and messages of threads."""
 
-import queue
 import random
 import sys
 import threading
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import pytest
@@ -19,12 +18,13 @@ from torch import Tensor
 
 from tests.lib.cpu_memory import CpuMemory
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Routes
+from torchtitan_cad.runtime.transport.base import Pending, Routes
 from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 T = TypeVar("T")
 TIMEOUT_S = 60
+MOST_DELAY_S = 0.002
 BUFFER_BYTES = 2**22
 
 needs_linux = pytest.mark.skipif(
@@ -32,31 +32,13 @@ needs_linux = pytest.mark.skipif(
 )
 
 
-class ThreadTransport:
-    """A ``Transport`` between threads. ``max_delay_s`` delays every message by a random time."""
+class ThreadTransport(SymmetricTransport):
+    """The transport between threads, each of which starts exchanges at its own random pace."""
 
-    name = description = "threads"
-
-    def __init__(
-        self,
-        rank: int,
-        mailboxes: dict[tuple[int, int], queue.Queue],
-        max_delay_s: float = 0.0,
-        buffer_bytes: int = BUFFER_BYTES,
-    ) -> None:
-        self.rank = rank
-        self.mailboxes = mailboxes
-        self.max_delay_s = max_delay_s
-        self.buffer_bytes = buffer_bytes
-        self.num_ranks = int(len(mailboxes) ** 0.5)
-        self.sent: Counter[str] = Counter()
-        """bytes: by direction, the first word of a phase"""
-
-    def prepare(self, exchanges: Sequence[Routes]) -> None:
-        pass
-
-    def begin(self) -> int:
-        return 0
+    @cached_property
+    def sent(self) -> Counter[str]:
+        """Bytes by direction, the first word of a phase."""
+        return Counter()
 
     def start(
         self,
@@ -64,63 +46,20 @@ class ThreadTransport:
         routes: Routes,
         phase: str,
         call: int,
-    ) -> "_ThreadPending":
+    ) -> Pending:
+        time.sleep(random.random() * MOST_DELAY_S)
         for parts, route in zip(messages, routes, strict=True):
-            message = RowFormat(parts).pack(parts, route.rows)
-            assert message.shape[0] == sum(route.send_counts)
-            for peer, rows in enumerate(message.split(route.send_counts)):
-                if self.max_delay_s:
-                    time.sleep(random.random() * self.max_delay_s)
-                self.mailboxes[self.rank, peer].put((phase, rows.clone()))
-                self.sent[phase.split()[0]] += rows.numel()
-        return _ThreadPending(self, routes, phase)
+            num_bytes = sum(route.send_counts) * RowFormat(parts).row_bytes
+            self.sent[phase.split()[0]] += num_bytes
+        return super().start(messages, routes, phase, call)
 
-
-class _ThreadPending:
-    def __init__(self, transport: ThreadTransport, routes: Routes, phase: str) -> None:
-        self.transport = transport
-        self.routes = routes
-        self.phase = phase
-
-    def wait(self) -> list[Tensor]:
-        # With a row more, as they would lie in a receive buffer.
-        buffers = [
-            torch.nn.functional.pad(self._receive(route.recv_counts), (0, 0, 0, 1))
-            for route in self.routes
-        ]
-        self.rows = [buffer[:-1] for buffer in buffers]
-        return self.rows
-
-    def _receive(self, counts: list[int]) -> Tensor:
-        received = []
-        for peer, count in enumerate(counts):
-            phase, rows = self.transport.mailboxes[peer, self.transport.rank].get(
-                timeout=TIMEOUT_S
-            )
-            assert phase == self.phase, (
-                f"rank {peer} is in '{phase}', rank {self.transport.rank} in '{self.phase}'"
-            )
-            assert rows.shape[0] == count, (
-                f"{phase}: rank {peer} sent {rows.shape[0]} rows, expected {count}"
-            )
-            received.append(rows)
-        return torch.cat(received)
-
-    def release(self) -> None:
-        for rows in self.rows:
-            rows.fill_(255)  # who reads on, reads garbage
-
-
-def thread_transports(
-    num_ranks: int, max_delay_s: float = 0.0, buffer_bytes: int = BUFFER_BYTES
-) -> list[ThreadTransport]:
-    mailboxes: dict[tuple[int, int], queue.Queue] = {
-        (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)
-    }
-    return [
-        ThreadTransport(rank, mailboxes, max_delay_s, buffer_bytes)
-        for rank in range(num_ranks)
-    ]
+    def _free(self, buffers: range) -> None:
+        super()._free(buffers)
+        begin, end = (
+            self._first_byte + buffer * self.buffer_bytes
+            for buffer in (buffers.start, buffers.stop)
+        )
+        self._memory.own[begin:end] = 255  # who reads on, reads garbage
 
 
 class ThreadRounds:
@@ -233,12 +172,12 @@ def transports_over(
     num_ranks: int,
     buffer_bytes: int = BUFFER_BYTES,
     far_of: Callable[[int], FarRanks | None] = lambda rank: None,
-) -> list[SymmetricTransport]:
+) -> list[ThreadTransport]:
     """Transports of all ranks, which allocate together; ``far_of`` gives a rank its far peers."""
 
-    def make(rank: int) -> SymmetricTransport:
+    def make(rank: int) -> ThreadTransport:
         allocate = partial(allocations.allocate, rank)
-        return SymmetricTransport(
+        return ThreadTransport(
             range(num_ranks),
             rank,
             allocate,
@@ -260,9 +199,9 @@ def far_ranks(
     )
 
 
-def symmetric_transports(
+def thread_transports(
     num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
-) -> list[SymmetricTransport]:
+) -> list[ThreadTransport]:
     """Over shared memory; between ``hosts``, if there are several, by messages."""
     allocations = ThreadAllocations(num_ranks, hosts)
     messages = ThreadMessages()
