@@ -14,21 +14,17 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.lib.hollow import hollow_engine, passes_of_a_layer
 from tests.lib.processes import run_processes, values
-from tests.lib.rows import empty_rows
+from tests.lib.rows import CPU
 from tests.lib.sets import matrix, needs_triton, params
 from tests.lib.workloads import workload_layout
-from torchtitan_cad.planning import AttentionShape, Plan, PlannerConfig, make_plan
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, make_plan
 from torchtitan_cad.planning.exchange.messages import buffer_bytes
 from torchtitan_cad.runtime import triton
-from torchtitan_cad.runtime.call import Saved
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels import varlen
-from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 pytestmark = needs_triton
 
-CPU = torch.device("cpu")
 MOST_VARIANTS = 16
 SHAPE = AttentionShape(32, 8, 128, 2)
 SIX_HEADS = AttentionShape(6, 2, 128, 2)
@@ -47,58 +43,23 @@ WIDE = (
 )
 
 
-class HollowKernel(varlen.VarlenKernel):
-    """Calls a library that leaves its results as they are."""
-
-    def run(self, q, k, v, call):
-        return q.new_empty(*q.shape[:2], v.shape[2]), torch.empty(
-            q.shape[1], q.shape[0]
-        )
-
-    def run_backward(self, inputs, call):
-        rows = inputs.q, inputs.k, inputs.v
-        return tuple(torch.empty_like(x) for x in rows)
-
-
-def run_layer(engine: CoreAttentionEngine, number: int, plan: Plan) -> None:
-    """One layer of rank 0, forward and backward, by a plan of this number."""
-    engine.add_plan(number, plan)
-    tokens = int(plan.layout.tokens_per_rank[0])
-    q, k, v, dout, shared = empty_rows(tokens, plan.shape)
-    results = engine.begin_forward(q, k, v, number, shared).run()
-    engine.begin_backward(dout, Saved(q, k, v, *results, shared=shared), number).run()
-    engine.drop_plan(number)
-
-
 def run_plans(
     group: object, shape: AttentionShape, num_ranks: int, num_plans: int, folder: str
 ) -> tuple[list[str], int]:
     """Layers of rank 0 by many plans. Returns the variants in their order, and how many a warm-up has compiled."""
     os.environ["TRITON_CACHE_DIR"] = folder
-    triton.runs_on = lambda device: True
-    torch.set_num_threads(1)
+    engine = hollow_engine(num_ranks, buffer_bytes=buffer_bytes())
     from tests.lib import mock_driver
-    from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
     from torchtitan_cad.runtime.triton.warm_up import warm_up
 
     warm_up(shape, torch.bfloat16, CPU)
     warmed = len(mock_driver.compiled)
-
-    def allocate(num_bytes: int) -> DeviceMemory:
-        memory = torch.empty(num_bytes + 512, dtype=torch.uint8)
-        begin = -memory.data_ptr() % 512
-        own = memory[begin : begin + num_bytes]
-        return DeviceMemory(own, [own.data_ptr()] * num_ranks, None)
-
-    transport = SymmetricTransport(
-        range(num_ranks), 0, allocate, lambda: 600.0, buffer_bytes()
-    )
-    engine = CoreAttentionEngine(
-        HollowKernel(), transport, rank=0, device=CPU, scale=0.1
-    )
     for number in range(num_plans):
         layout = workload_layout(WORKLOADS[number % 3], num_ranks, 100 + number)
-        run_layer(engine, number, make_plan(layout, shape, PlannerConfig()))
+        plan = make_plan(layout, shape, PlannerConfig())
+        forward, backward = passes_of_a_layer(engine, plan, number)
+        backward(forward())
+        engine.drop_plan(number)
     assert mock_driver.launches["_put_rows"] > num_plans
     return [name for name, _ in mock_driver.compiled], warmed
 
