@@ -84,7 +84,7 @@ def sources(folder: Path) -> list[Source]:
 
 def splats(source: Source) -> Iterator[ast.AST]:
     """Arguments that are unpacked from a tuple which the same file puts together."""
-    tuples = set[str]()
+    tuples = set()
     for node in source.nodes(ast.Assign):
         if isinstance(node.value, ast.Tuple):
             tuples |= {ast.unparse(target) for target in node.targets}
@@ -156,7 +156,7 @@ def places(rule: str, package: Path) -> list[str]:
 
 def repeated_names(package: Path) -> list[str]:
     """Return names that several files define at their top, without an underscore."""
-    files: dict[str, list[str]] = defaultdict(list)
+    files = defaultdict(list)
     for source in sources(package):
         for node in source.tree.body:
             for target in getattr(node, "targets", [node]):
@@ -186,7 +186,7 @@ def problems(package: Path = PACKAGE, budgets: Path = BUDGETS) -> Iterator[str]:
 
 def room_problems(package: Path, limits: dict) -> Iterator[str]:
     """Check the tokens of rooms and folders, and the tokens in a line of code of the package and of every file."""
-    tokens: Counter[str] = Counter()
+    tokens = Counter()
     lines = 0
     for source in sources(package):
         of_file = source.tokens.total()

@@ -96,7 +96,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs ``torchtitan-cad`` with arguments that it must refuse, and returns the one line that says why."""
     from torchtitan_cad.tools.main import USER_ERROR, main
 
-    def run(*argv: str) -> str:
+    def run(*argv):
         assert main(list(argv)) == USER_ERROR
         captured = capsys.readouterr()
         (line,) = captured.err.splitlines()
@@ -120,11 +120,8 @@ class Budget:
     @pytest.hookimpl(trylast=True)  # of what -m has left
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files = list(dict.fromkeys(item.path for item in items))
-        first = date.today().toordinal() % max(1, len(files))
-        place = {
-            path: index for index, path in enumerate(files[first:] + files[:first])
-        }
-        items.sort(key=lambda item: place[item.path])
+        day = date.today().toordinal()
+        items.sort(key=lambda item: (files.index(item.path) - day) % len(files))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:

@@ -7,17 +7,10 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = ROOT / "docs/settings.md"
 API = ROOT / "docs/api.md"
-OPERATORS = (
-    "core_attention",
-    "register_engine",
-    "CoreAttentionEngine",
-)
-TRANSPORTS = ("Transport", "Route", "Pending", "build_transport")
 
 
 def options() -> str:
@@ -26,7 +19,7 @@ def options() -> str:
 
     (cad,) = ast.parse(inspect.getsource(Cad)).body
     assert isinstance(cad, ast.ClassDef)
-    lines: list[str] = []
+    lines = []
     for field, text in pairwise(cad.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert field.value is not None
@@ -57,21 +50,18 @@ def api() -> str:
     from torchtitan_cad.runtime import engine, ops
     from torchtitan_cad.runtime.transport import base, build
 
-    parts = [("torchtitan_cad.planning", planning, planning.__all__)]
-    parts += [
-        (module.__name__, module, names)
-        for module, names in (
-            (ops, OPERATORS[:1]),
-            (engine, OPERATORS[1:]),
-            (base, TRANSPORTS[:3]),
-            (build, TRANSPORTS[3:]),
-        )
-    ]
-    return "\n".join(_module(*part) for part in parts)
+    parts = (
+        (planning, planning.__all__),
+        (ops, ["core_attention"]),
+        (engine, ["register_engine", "CoreAttentionEngine"]),
+        (base, ["Transport", "Route", "Pending"]),
+        (build, ["build_transport"]),
+    )
+    return "\n".join(_module(module, names) for module, names in parts)
 
 
-def _module(title: str, module: ModuleType, names: Any) -> str:
-    lines = [f"## {title}", ""]
+def _module(module: ModuleType, names: list[str]) -> str:
+    lines = [f"## {module.__name__}", ""]
     for name in names:
         value = getattr(module, name)
         if not callable(value):
@@ -80,7 +70,7 @@ def _module(title: str, module: ModuleType, names: Any) -> str:
     return "\n".join(lines)
 
 
-def _parameters(value: Any) -> str:
+def _parameters(value) -> str:
     """Names of parameters and their defaults; none of protocols."""
     try:
         parameters = inspect.signature(value).parameters.values()
@@ -101,15 +91,12 @@ def _parameters(value: Any) -> str:
     )
 
 
-def _value(default: Any) -> str:
-    return (
-        repr(default)
-        if isinstance(default, int | float | str | bool | tuple) or default is None
-        else "..."
-    )
+def _value(default) -> str:
+    is_plain = isinstance(default, int | float | str | tuple | None)
+    return repr(default) if is_plain else "..."
 
 
-def _summary(value: Any) -> str:
+def _summary(value) -> str:
     """The first paragraph of the docstring, as Markdown."""
     text = (
         (inspect.getdoc(value) or "")

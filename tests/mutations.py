@@ -127,16 +127,8 @@ def first_failure(repository: Path, tests: tuple[str, ...]) -> str | None:
         RuntimeError: the tests cannot run.
     """
     files = [f"tests/{test}" for test in tests]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
+    options = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, *options, *files]
     env = {**os.environ, "PYTHONPATH": str(repository)}
     done = subprocess.run(
         command, cwd=repository, env=env, capture_output=True, text=True

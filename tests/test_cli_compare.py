@@ -6,7 +6,6 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ ATTENTION = [(1.0, 3.0), (2.0, 2.0), (5.0, 1.0)]
 """seconds of two ranks without CAD, by step; with it, half of the sum each"""
 
 
-def write_run(folder: Path, *, balanced: bool, slowdown: float, **changes: Any) -> Path:
+def write_run(folder: Path, *, balanced: bool, slowdown: float, **changes) -> Path:
     folder.mkdir()
     for rank in range(2):
         lines = []
@@ -60,7 +59,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float, **changes: Any) 
     return folder
 
 
-def compared(folder: Path, warmup: int = 0, **changes: Any) -> Comparison:
+def compared(folder: Path, warmup: int = 0, **changes) -> Comparison:
     runs = []
     for mode, balanced in (("off", False), ("on", True)):
         # the median is of an undisturbed run
@@ -101,7 +100,7 @@ def test_the_prediction_is_the_simulations_of_the_same_documents(tmp_path, known
     """One rank has a row of one document, the other one of eight; the shares of the work are measured, or a GPU's."""
     measured_runs = compared(tmp_path, **({} if known else UNTIMED))
 
-    def with_rows(rows: list[list[list[int]]]) -> Comparison:
+    def with_rows(rows):
         off = dataclasses.replace(measured_runs.off, rows=[rows] * 3)
         on = dataclasses.replace(measured_runs.on, rows=[rows] * 3)
         return Comparison(off, on)
@@ -219,11 +218,11 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
 
     now = [0.0]
 
-    def slow_rows(rule: object, batch: dict[str, Any]) -> list[list[int]]:
+    def slow_rows(rule, batch):
         now[0] += 1000.0
         return [[1]]
 
-    def train_step(trainer: Any) -> None:
+    def train_step(trainer):
         batch = {"input": torch.ones((1, 8), dtype=torch.int64)}
         Trainer.forward_backward_step(trainer, input_dict=batch)
         batch.clear()

@@ -13,7 +13,7 @@ import pytest
 import torchtitan_cad
 from tests.lib.plans import written_plan
 from tests.lib.validate import validate_plan
-from torchtitan_cad.planning import Plan, PlannerConfig, make_plan
+from torchtitan_cad.planning import PlannerConfig, make_plan
 from torchtitan_cad.planning.serialize import layout_from_dict
 from torchtitan_cad.tools.main import USER_ERROR, main, separate_overrides
 
@@ -31,7 +31,7 @@ SHELL = [
 ]
 
 
-def write_layout(folder: Path, ranks: Any = RANKS, **changes: Any) -> str:
+def write_layout(folder: Path, ranks=RANKS, **changes) -> str:
     path = folder / "layout.json"
     path.write_text(json.dumps({"attention": ATTENTION, "ranks": ranks, **changes}))
     return str(path)
@@ -46,7 +46,7 @@ def layout_file(tmp_path):
 def plan(layout_file, tmp_path):
     """Plans the layout file with some options and reads what is written."""
 
-    def run(*options: str) -> Plan:
+    def run(*options):
         output = tmp_path / "plan.json"
         assert main(["plan", layout_file, *options, f"--output={output}"]) == 0
         found = written_plan(output.read_text())

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_cad.integration.report.steps_file import (
-    STEPS_NAME,
-    StepsFile,
-    new_path,
-)
+from torchtitan_cad.integration.report.steps_file import STEPS_NAME, StepsFile, new_path
 from torchtitan_cad.tools.main import main
 
 FIRST = {

@@ -80,11 +80,11 @@ class Parsed(Exception):
     """Carries what a parser has read, in place of what the program would do with it."""
 
 
-def parsed(start: Callable[[], Any], *arguments: str) -> Any:
+def parsed(start: Callable[[], Any], *arguments: str):
     """Return what a program reads from its command line. Fails where its parser does."""
 
-    def stopping(parse: Callable[..., Any]) -> Callable[..., Any]:
-        def parse_and_stop(target: Any, *args: Any, **kwargs: Any) -> Any:
+    def stopping(parse):
+        def parse_and_stop(target, *args, **kwargs):
             if inspect.isfunction(target):  # tyro would call it
                 target = functools.wraps(target)(lambda *_, **__: None)
             raise Parsed(parse(target, *args, **kwargs))

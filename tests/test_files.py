@@ -83,10 +83,7 @@ def test_training_reads_by_the_same_reader(make, tmp_path):
 )
 @pytest.mark.parametrize(
     "command",
-    [
-        f"plan {EXAMPLE} --output",
-        f"{SIMULATED} --output",
-    ],
+    [f"plan {EXAMPLE} --output", f"{SIMULATED} --output"],
     ids=lambda command: command.replace(f"{ROOT}/", ""),
 )
 def test_outputs_are_tried_before_the_work(command, make, tmp_path, refused):
@@ -106,7 +103,7 @@ def test_what_was_there_stays_until_it_is_written(tmp_path, refused):
 
 
 def test_too_little_memory_is_one_line(monkeypatch, refused):
-    def allocate(*_: object) -> None:
+    def allocate(*_):
         raise MemoryError
 
     monkeypatch.setattr("torchtitan_cad.tools.plan.read_layout", allocate)
@@ -149,7 +146,7 @@ def test_a_line_of_another_kind_is_named(key, tmp_path, refused):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def step(number: int, **changes: object) -> str:
+def step(number: int, **changes) -> str:
     return json.dumps({**STEP, "step": number, "loss": float(number), **changes})
 
 

@@ -46,7 +46,7 @@ EXAMPLES = ROOT / "examples"
 def output_of(monkeypatch, capsys):
     """Runs an example in this process and returns what it prints."""
 
-    def run(name: str, *arguments: str) -> str:
+    def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from tests.lib.refusals import refusal
-from torchtitan_cad.planning import (
-    AttentionShape,
-    PlannerConfig,
-    TokenLayout,
-)
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.serialize import layout_to_dict
 from torchtitan_cad.tools.main import main
 
@@ -28,11 +24,11 @@ VALUES: list[Any] = [
 NEW_KEYS = ("attend", "attends", "spread", "", "doc ")
 
 
-def draw_value(rng: Random) -> Any:
+def draw_value(rng: Random):
     return copy.deepcopy(rng.choice(VALUES))
 
 
-def containers(data: Any) -> Iterator[Any]:
+def containers(data) -> Iterator[Any]:
     """Yield every table and list in it that has something."""
     if data and isinstance(data, dict | list):
         yield data
@@ -40,7 +36,7 @@ def containers(data: Any) -> Iterator[Any]:
             yield from containers(value)
 
 
-def mutate(rng: Random, data: Any) -> Any:
+def mutate(rng: Random, data):
     """One to three values anywhere in it replaced, removed or added."""
     data = copy.deepcopy(data)
     for _ in range(rng.randint(1, 3)):
@@ -73,7 +69,7 @@ def _mutants(text: str, count: int) -> list[str]:
 def test_mutated_layouts(count, tmp_path, capsys):
     """A plan, or one line of error; wrong options are in test_numbers.py."""
     path = tmp_path / "layout.json"
-    codes = set[int]()
+    codes = set()
     text = json.dumps(layout_to_dict(LAYOUT, SHAPE))
     for mutant in [text, *_mutants(text, count)]:
         path.write_text(mutant)

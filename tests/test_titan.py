@@ -17,7 +17,7 @@ RECIPE = "--module=torchtitan_cad.recipes.llama3"
 def installed(monkeypatch):
     """Makes another version of torchtitan the one that is installed."""
 
-    def install(version: str) -> None:
+    def install(version):
         monkeypatch.setattr(titan, "version", lambda name: version)
 
     return install

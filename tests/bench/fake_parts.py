@@ -52,7 +52,7 @@ def posts_too_early(device: str, emit: Emit) -> None:
     from bench.gpu import ordering
 
     class Reversed(ordering.Litmus):
-        def send(self, number: int) -> None:
+        def send(self, number):
             self.post(number)
             time.sleep(0.3)  # in which the test looks
             self.put(number)

@@ -55,7 +55,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def write(root: Path, **head: object) -> None:
+def write(root: Path, **head) -> None:
     (root / RESULTS / NAME).write_text(json.dumps(head))
 
 

@@ -10,7 +10,6 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from tests.lib.refusals import refusal
 from tests.lib.waiting import eventually
 
 
-def fake(function: str, *arguments: str, **fields: Any) -> Part:
+def fake(function: str, *arguments: str, **fields) -> Part:
     return replace(
         Part(function, "a fake", f"tests.bench.fake_parts:{function}", 60, arguments),
         **fields,
@@ -36,7 +35,7 @@ def test_every_file_of_tests_is_a_part():
     assert files == {part.arguments[0] for part in tests}
 
 
-def outcome_of(name: str, *arguments: str, **fields: Any) -> Outcome:
+def outcome_of(name: str, *arguments: str, **fields) -> Outcome:
     return run_part(fake(name, *arguments, **fields), "cpu", 60, None)
 
 
@@ -119,7 +118,7 @@ def test_a_run_can_be_resumed(tmp_path, quick_environment, monkeypatch):
     assert not good, "other sources"
 
 
-def result_of(part: str, sources: str = "s", day: int = 1, **changes: Any) -> dict:
+def result_of(part: str, sources: str = "s", day: int = 1, **changes) -> dict:
     return {
         "part": part,
         "date": f"2026-01-0{day}T00:00",
@@ -263,9 +262,9 @@ IN_PART = {
 STATUSES = {part.name: "done" for part in PARTS}
 
 
-def changed_figures(path: str, value: Any) -> goals.Figures:
+def changed_figures(path: str, value) -> goals.Figures:
     figures = copy.deepcopy(ALL_MET)
-    node: Any = figures
+    node = figures
     *parents, last = path.split(".")
     for key in parents:
         node = node[int(key)] if isinstance(node, list) else node[key]
@@ -301,25 +300,31 @@ def test_parts_that_did_not_end_well_count():
         assert tests.figure.endswith(": test-engine")
 
 
+HOST = """
+layer 100 200
+cudaLaunchKernel 110 111
+cudaMemcpy 112 113
+cudaMalloc 114 115
+cudaStreamWaitEvent 116 117
+cudaDeviceSynchronize 210 220
+cudaLaunchKernel 90 91
+"""
+DEVICE = """
+before 95 99
+layer 101 260
+cad/attention 101 250
+gemm 112 150
+gemm 151 160
+"""
+"""Names of events, and when they begin and end."""
+
+
 def test_a_trace_is_counted_inside_its_layers():
-    host = [
-        ("layer", 100, 200),
-        ("cudaLaunchKernel", 110, 111),
-        ("cudaMemcpy", 112, 113),
-        ("cudaMalloc", 114, 115),
-        ("cudaStreamWaitEvent", 116, 117),
-        ("cudaDeviceSynchronize", 210, 220),
-        ("cudaLaunchKernel", 90, 91),
-    ]
-    device = [
-        ("before", 95, 99),
-        ("layer", 101, 260),
-        ("cad/attention", 101, 250),
-        ("gemm", 112, 150),
-        ("gemm", 151, 160),
-    ]
-    trace = [layer.Event(name, False, *span) for name, *span in host]
-    trace += [layer.Event(name, True, *span) for name, *span in device]
+    trace = []
+    for text, on_device in ((HOST, False), (DEVICE, True)):
+        for line in text.split("\n")[1:-1]:
+            name, *span = line.split()
+            trace.append(layer.Event(name, on_device, *map(int, span)))
     assert layer.counts(trace) == {
         "launches": 1,
         "synchronisations": 1,

@@ -3,7 +3,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -72,7 +71,7 @@ def test_a_sanitizer_must_find_what_is_planted(tmp_path, monkeypatch):
     finds = f"""case "$*" in *{sanitizer.PLANTED}) echo '{SUMMARY.strip()}'; exit 9;; esac; echo '{NONE}'"""
     write_stand_in(tmp_path, finds)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    figures: dict[str, Any] = {}
+    figures = {}
     sanitizer.measure("cuda", figures.__setitem__)
     assert figures["errors found where one is planted"] == 2
     write_stand_in(tmp_path, f"echo '{NONE}'")

@@ -70,7 +70,7 @@ LONG = [[10]]
 SHORT = [[1] * 10]
 
 
-def runs_of(seconds: list[float], rows: list[Any], **changes: Any) -> Runs:
+def runs_of(seconds: list[float], rows: list[Any], **changes) -> Runs:
     """Records of two ranks that take the same seconds in every step."""
     ones = np.ones((1, len(seconds), 2))
     names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm")
@@ -90,9 +90,9 @@ def test_the_ideal_spreads_attention_evenly_at_no_cost():
 def test_what_trains_otherwise_than_stock_is_an_error():
     rows = [[LONG, SHORT]] * 3
     stock = runs_of([2.0] * 3, rows)
-    figures: dict[str, Any] = {}
+    figures = {}
 
-    def report(**changes: Any) -> None:
+    def report(**changes):
         runs = {"stock": stock, "cad": runs_of([1.0] * 3, rows, **changes)}
         sharing.report(runs, sharing.CPU, figures.__setitem__)
 

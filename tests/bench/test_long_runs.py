@@ -12,12 +12,12 @@ LINES = """\
 """
 
 
-def test_seconds_of_steps_are_read_from_a_log() -> None:
+def test_seconds_of_steps_are_read_from_a_log():
     options = by_commit.Options(("HEAD",), warmup=1, seq_len=1024)
     assert by_commit.step_seconds(LINES, options) == [0.5, 2.0]
 
 
-def test_distance_from_stock_is_the_largest_of_all_steps() -> None:
+def test_distance_from_stock_is_the_largest_of_all_steps():
     stock = {1: 2.0, 2: 2.0, 3: 2.0}
     curve = {1: 2.0, 2: 2.2, 3: 1.0}
     assert long_run.largest_difference(curve, stock, 1, 2) == pytest.approx(0.1)

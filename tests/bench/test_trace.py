@@ -3,8 +3,6 @@
 
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -12,41 +10,27 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.trace import Span, read_spans
 from torchtitan_cad.runtime import traced  # noqa: F401  # defines the operators
 
-
-def event(name: str, begin: float, length: float, **args: int) -> dict[str, Any]:
-    """An event of a trace; times in milliseconds."""
-    cat = "user_annotation" if name.startswith("cad/") else "cpu_op"
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "ts": 1e3 * begin,
-        "dur": 1e3 * length,
-        "tid": 1,
-        "args": args,
-    }
-
-
-PHASES = [
-    event("cad/pre 0.nano_batch_0", 0, 10),
-    event("cad/exchange forward rows", 10, 2),
-    event("cad/pre 0.nano_batch_1", 12, 10),
-    event("cad/exchange forward rows", 22, 2),
-    event("cad/wait forward rows", 24, 6),
-    event("cad/attention", 30, 20),
-    event("cad/wait forward rows", 50, 1),
-]
-
-
-def spans_of(folder: Path, events: list[dict[str, Any]]) -> list[Span]:
-    path = folder / "rank0_trace.json"
-    other = {"ph": "M", "name": "process_name"}
-    path.write_text(json.dumps({"traceEvents": [*events, other]}))
-    return read_spans(path)
+PHASES = """
+0 10 cad/pre 0.nano_batch_0
+10 2 cad/exchange forward rows
+12 10 cad/pre 0.nano_batch_1
+22 2 cad/exchange forward rows
+24 6 cad/wait forward rows
+30 20 cad/attention
+50 1 cad/wait forward rows
+"""
+"""Milliseconds at which phases begin, and that they take."""
 
 
 def test_rows_are_in_flight_from_their_start_to_the_end_of_the_wait(tmp_path):
-    spans = spans_of(tmp_path, PHASES)
+    path = tmp_path / "rank0_trace.json"
+    events = [{"ph": "M", "name": "process_name"}]
+    for line in PHASES.strip().splitlines():
+        begin, length, name = line.split(maxsplit=2)
+        span = {"ts": 1e3 * float(begin), "dur": 1e3 * float(length), "name": name}
+        events.append({"ph": "X", "cat": "user_annotation", "tid": 1, **span})
+    path.write_text(json.dumps({"traceEvents": events}))
+    spans = read_spans(path)
     assert [span for span in spans if span.kind == "in flight"] == [
         Span(10, 30, "in flight", 0, "forward rows"),
         Span(22, 51, "in flight", 1, "forward rows"),

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 SUBNET = "10.77.0"
 BURST_BYTES = 64 << 10
@@ -53,7 +52,7 @@ class Nodes:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_) -> None:
         self.close()
 
     def _add(self) -> None:
@@ -108,9 +107,7 @@ class Nodes:
         """Take back ``cut``."""
         _run(f"ip -n {self._space('switch')} link set port{node} up")
 
-    def start(
-        self, node: int, command: Sequence[str], **options: Any
-    ) -> subprocess.Popen:
+    def start(self, node: int, command: Sequence[str], **options) -> subprocess.Popen:
         """Start a process on a node; ``options`` are those of ``subprocess.Popen``."""
         named = f"hostname node{node} && exec {shlex.join(command)}"
         shell = f"ip netns exec {self._space(node)} unshare --uts sh -c".split()
@@ -123,7 +120,7 @@ class Nodes:
         arguments: Sequence[str],
         *,
         core: int | None = None,
-        **options: Any,
+        **options,
     ) -> subprocess.Popen:
         """Start ``torchtitan_cad.launch`` on a node, with ``ranks`` ranks a node, all on one ``core`` if it is given.
 

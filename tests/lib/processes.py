@@ -27,7 +27,7 @@ class Failed(Exception):
 
 
 def run_processes(
-    num_ranks: int, body: Callable[..., Any], *args: object, timeout_s: float = 60
+    num_ranks: int, body: Callable[..., Any], *args, timeout_s: float = 60
 ) -> list[Any]:
     """``body(group, *args)`` in every rank: what each returns, or the exception it raises, or its exit code.
 
@@ -36,45 +36,30 @@ def run_processes(
         timeout_s: after which ranks still at work are killed.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    ranks = []
+    deadline = time.monotonic() + timeout_s
+    processes = {}
     for rank in range(num_ranks):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_run,
-            args=(rank, num_ranks, store.port, sender, body, args),
-            daemon=True,
-        )
-        process.start()
+        pipe, sender = _CONTEXT.Pipe(duplex=False)
+        args_of_rank = (rank, num_ranks, store.port, sender, body, args)
+        processes[pipe] = _CONTEXT.Process(target=_run, args=args_of_rank, daemon=True)
+        processes[pipe].start()
         sender.close()
-        ranks.append((process, receiver))
+    results = dict.fromkeys(processes, Failed("still at work"))
+    at_work = list(processes)
     try:
-        return _collect(
-            [receiver for _, receiver in ranks],
-            [process for process, _ in ranks],
-            timeout_s,
-        )
+        while at_work and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(at_work, left):
+                at_work.remove(pipe)
+                try:
+                    results[pipe] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    processes[pipe].join()
+                    results[pipe] = processes[pipe].exitcode
     finally:
-        for process, _ in ranks:
+        for process in processes.values():
             process.kill()
             process.join()
-
-
-def _collect(
-    pipes: list[Connection], processes: list[Any], timeout_s: float
-) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
-    results: list[Any] = [Failed("still at work")] * len(pipes)
-    open_pipes = list(pipes)
-    while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(open_pipes, left):
-            rank = pipes.index(pipe)
-            open_pipes.remove(pipe)
-            try:
-                results[rank] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                processes[rank].join()
-                results[rank] = processes[rank].exitcode
-    return results
+    return list(results.values())
 
 
 def values(results: list[Any]) -> list[Any]:

@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -93,11 +92,7 @@ class Prose:
         for pattern, name in HERE:
             text = re.sub(pattern, name, text)
         text = " ".join(text.split())
-        texts = (
-            self.texts.setdefault(self.test, [])
-            if self.is_written
-            else self.texts.get(self.test, [])
-        )
+        texts = self.texts.setdefault(self.test, [])
         if self.is_written and text not in texts:
             texts.append(text)
         assert text in texts, (
@@ -109,7 +104,7 @@ PROSE = Prose()
 
 
 def check_refusal(
-    text: str, key: str = "", value: Any = None, remedy: str | None = ""
+    text: str, key: str = "", value=None, remedy: str | None = ""
 ) -> None:
     """Check that the error names ``key``, then ``value``, and then says what to do, naming ``remedy``.
 
@@ -130,7 +125,7 @@ def check_refusal(
 @contextmanager
 def refusal(
     key: str = "",
-    value: Any = None,
+    value=None,
     remedy: str | None = "",
     error: type[BaseException] = ValueError,
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:

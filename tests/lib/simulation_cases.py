@@ -2,7 +2,6 @@
 """Small inputs for tests of the simulation. Functions take changes of the cluster, the rates and the configuration."""
 
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -36,52 +35,48 @@ FAST = 1e30
 """Bytes per second of a network that takes no time."""
 
 
-def cluster(**changes: Any) -> Cluster:
+def cluster(**changes) -> Cluster:
     return Cluster(**{"ranks": 8, "ranks_per_node": 2, "fsdp": False, **changes})
 
 
-def documents(lengths: Any = (300, 700, 1500, 4000, 9000), **changes: Any) -> Documents:
+def documents(lengths=(300, 700, 1500, 4000, 9000), **changes) -> Documents:
     return Documents(
         np.array(lengths),
         **{"row_tokens": 16384, "step_tokens": 8 * 16384, "batches": 1, **changes},
     )
 
 
-def configuration(**changes: Any) -> Configuration:
+def configuration(**changes) -> Configuration:
     """The loader's homes, and a tolerance that does not depend on rates."""
     return Configuration(**{"tolerance": 0.02, "placement": "loader", **changes})
 
 
-def inputs(**changes: Any) -> Inputs:
+def inputs(**changes) -> Inputs:
     """Inputs with the changes, which are told apart by their names; those of no other record are of documents."""
-    made = []
-    for kind, make in (
-        (Cluster, cluster),
-        (Rates, Rates),
-        (Configuration, configuration),
-    ):
-        names = {field.name for field in fields(kind)}
-        made.append(
-            make(**{key: value for key, value in changes.items() if key in names})
-        )
-        changes = {key: value for key, value in changes.items() if key not in names}
+
+    def of(kind):
+        names = {field.name for field in fields(kind)} & changes.keys()
+        return {name: changes.pop(name) for name in names}
+
     model = changes.pop("model", MODEL)
-    machines, rates, asked = made
+    machines = cluster(**of(Cluster))
+    asked = configuration(**of(Configuration))
+    rates = Rates(**of(Rates))
     return Inputs(model, machines, documents(**changes), asked, rates)
 
 
-def step(batch: Batch | None = None, **changes: Any) -> Step:
+def step(batch: Batch | None = None, **changes) -> Step:
     made = inputs(**changes)
     tile = made.configuration.planner_config().cost_tile
     costs = Costs(made.model, made.cluster, made.rates, tile)
     return Step(costs, batch or draw_batches(made.documents)[0], made.configuration)
 
 
-def cad(batch: Batch | None = None, **changes: Any) -> Disaggregated:
+def cad(batch: Batch | None = None, **changes) -> Disaggregated:
     return Disaggregated(step(batch, **changes))
 
 
-def run(*, open: set[str] | None = None, **changes: Any) -> Report:
+def run(*, open: set[str] | None = None, **changes) -> Report:
     """A report; by default systems choose ``cp``, microbatches and schedule, as far as they are not given."""
     choices = frozenset(
         {"cp", "microbatches", "schedule"} - changes.keys() if open is None else open

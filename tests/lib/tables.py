@@ -138,10 +138,7 @@ def check_stats(plan: Plan) -> None:
     ):
         sent = np.array([getattr(exchange, kind).send_counts for exchange in exchanges])
         between = sent * is_far
-        for found, rows in (
-            (needs.rows, sent),
-            (needs.rows_between(node), between),
-        ):
+        for found, rows in ((needs.rows, sent), (needs.rows_between(node), between)):
             np.testing.assert_equal(found, (rows.sum(axis=0), rows.sum(axis=1)))
         assert moved == sent.sum()
         volume += sent * row_bytes

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from tests.lib.layouts import LLAMA, cases, shapes
 from tests.lib.plans import random_tasks
 from tests.lib.reference import check_bound
-from torchtitan_cad.planning import (
-    Plan,
-    PlannerConfig,
-    TokenLayout,
-)
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.bound import lower_bound
 
 

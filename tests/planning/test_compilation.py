@@ -38,7 +38,7 @@ def test_nothing_compiles_after_warm_up():
     before = [list(entry.signatures) for entry in jit.entry_points()]
 
     @given(problem=problems())
-    def plan(problem: tuple[TokenLayout, PlannerConfig]) -> None:
+    def plan(problem):
         layout, config = problem
         make_plan(layout, SHAPE, config).exchange(0)
         place_and_plan(layout, SHAPE, config)
@@ -48,12 +48,7 @@ def test_nothing_compiles_after_warm_up():
 
 
 LAYOUT = TokenLayout.from_segments(
-    [
-        [(0, 0, 5000)],
-        [(0, 5000, 1000), (1, 0, 300), (2, 0, 3700)],
-        [(3, 0, 2048)],
-        [],
-    ]
+    [[(0, 0, 5000)], [(0, 5000, 1000), (1, 0, 300), (2, 0, 3700)], [(3, 0, 2048)], []]
 )
 SHAPE = AttentionShape(8, 2, 64, 2)
 
@@ -130,7 +125,7 @@ def test_one_compiles_while_others_wait(folder):
     lines = []
     ran = []
 
-    def compile_all() -> None:
+    def compile_all():
         ran.append(1)
         eventually(lambda: len(lines) >= 4)  # the others have said that they wait
 
@@ -173,7 +168,7 @@ def test_code_of_older_sources_is_forgotten(folder, monkeypatch):
     index = folder / "plan.make_plan-190.py311.nbi"
     was_there = []
 
-    def compile_all() -> None:
+    def compile_all():
         was_there.append(index.exists())
         index.touch()
 

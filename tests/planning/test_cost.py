@@ -45,7 +45,7 @@ def test_parts_of_queries_are_joined_again(cuts, diagonal, data):
     assume(q_end - q_start > 1)
     cut = data.draw(st.integers(q_start + 1, q_end - 1))
 
-    def task(start: int, end: int) -> np.ndarray:
+    def task(start, end):
         last_key = end if diagonal else kv_end
         return make_tasks([0], start, end, kv_start, last_key, 0)
 

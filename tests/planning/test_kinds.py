@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Kinds of attention: every pair that a kind's mask allows is computed once, and no other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lib.layouts import LLAMA, cases
-from tests.lib.reference import (
-    causal_mask,
-    check_bound,
-    check_json,
-    pair_counts,
-)
+from tests.lib.reference import causal_mask, check_bound, check_json, pair_counts
 from tests.lib.refusals import refusal
 from tests.lib.shapes import rank_positions
 from tests.lib.steps import TIMES, fingerprints
@@ -30,10 +23,7 @@ from torchtitan_cad.planning import (
     place_and_plan,
     plan_step,
 )
-from torchtitan_cad.planning.model.kind import (
-    AttentionKind,
-    attention_work,
-)
+from torchtitan_cad.planning.model.kind import AttentionKind, attention_work
 
 
 def kind_of(block: int | None, window: int | None, layers: int = 1) -> AttentionKind:

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.refusals import refusal
-from torchtitan_cad.planning.pipeline.program import (
-    make_program,
-)
+from torchtitan_cad.planning.pipeline.program import make_program
 from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Homes: the same tokens, as many on every rank, and no more bytes than before."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -15,11 +13,7 @@ from tests.lib.tables import check_plan
 from tests.lib.workloads import document_lengths, spanning_layout
 from tests.planning.test_place_step import check_homes
 from tests.planning.test_properties import problems
-from torchtitan_cad.planning import (
-    TokenLayout,
-    make_plan,
-    place_and_plan,
-)
+from torchtitan_cad.planning import TokenLayout, make_plan, place_and_plan
 from torchtitan_cad.planning.plan import moved_by
 
 

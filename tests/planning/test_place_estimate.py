@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The search for homes: moves keep the figures up to date. That they lower bytes is in test_place.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings

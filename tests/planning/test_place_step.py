@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Homes over the microbatches of an optimizer step, and over the nano-batches of a microbatch."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from itertools import chain
@@ -20,8 +18,6 @@ from tests.lib.workloads import document_lengths, spanning_layout
 from tests.planning.test_kinds import check_pairs, kinds
 from torchtitan_cad.planning import (
     AttentionKind,
-    Plan,
-    PlannedMicrobatch,
     PlannerConfig,
     TokenLayout,
     place_and_plan,
@@ -32,9 +28,7 @@ from torchtitan_cad.planning.exchange.traffic import Moved
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.planning.pipeline.one_f_one_b import in_stages
 from torchtitan_cad.planning.placement.fill import add_up
-from torchtitan_cad.planning.placement.microbatch import (
-    divide_documents,
-)
+from torchtitan_cad.planning.placement.microbatch import divide_documents
 from torchtitan_cad.planning.plan import moved_by
 
 FULL = [AttentionKind("full", 1, LLAMA)]
@@ -108,15 +102,9 @@ def test_every_form_of_microbatch(
     layouts, columns = batch_of_rows(lengths, ranks, shape, nano_batches)
     every = [*FULL, *others]
 
-    def plan(place: bool) -> list[PlannedMicrobatch]:
+    def plan(place):
         return plan_step(
-            layouts,
-            every,
-            SMALL,
-            times,
-            columns=columns,
-            place=place,
-            stages=stages,
+            layouts, every, SMALL, times, columns=columns, place=place, stages=stages
         )
 
     step = plan(place=True)
@@ -164,7 +152,7 @@ def test_stages_run_as_fast_as_with_microbatches_of_equal_work(times):
         lengths = [length] * (8192 // length)
         given_step.append([rows([lengths] * 4, first_id=1000 * number)])
 
-    def over_equal(step: list[PlannedMicrobatch]) -> float:
+    def over_equal(step):
         work = np.array([plan.stats.mean_load for plan in plans_of(step)])
         equal = 2 * work.mean() * (len(work) + 3)
         return in_stages(work, 4, work.mean()) / equal
@@ -232,7 +220,7 @@ def test_what_has_no_tokens_stays_home(times, stages):
     empty = TokenLayout.from_segments([[], []])
     some = rows([[700], [801]])
 
-    def plans(*layouts: TokenLayout) -> list[Plan]:
+    def plans(*layouts):
         step = [[layout] for layout in layouts]
         return plans_of(plan_step(step, FULL, times=times, stages=stages))
 

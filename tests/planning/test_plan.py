@@ -70,10 +70,7 @@ def test_a_shared_part_of_keys_travels_once_and_values_as_they_are():
 
 def test_bad_options():
     """Numbers that mean nothing are in test_hostile.py."""
-    for key, value in (
-        ("split_kv", "yes"),
-        ("planner", None),
-    ):
+    for key, value in (("split_kv", "yes"), ("planner", None)):
         with refusal(key, "="):
             PlannerConfig(**{key: value})
 

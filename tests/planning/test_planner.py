@@ -54,10 +54,7 @@ def test_bytes_against_one_pass_of_strip_tiling(name, total, worst):
 def test_options_that_say_nothing_change_nothing():
     """One node."""
     layout = workload_layout("lognormal", 16, 11)
-    plans = [
-        plan_of(layout),
-        plan_of(layout, ranks_per_node=99),
-    ]
+    plans = [plan_of(layout), plan_of(layout, ranks_per_node=99)]
     assert len({plan.fingerprint() for plan in plans}) == 1
     assert plans[1].stats.inter_node_bytes == 0
 

@@ -8,18 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.layouts import cases, shapes
-from tests.lib.reference import (
-    check_bound,
-    check_cuts,
-    check_guarantee,
-    check_loads,
-)
+from tests.lib.reference import check_bound, check_cuts, check_guarantee, check_loads
 from tests.lib.tables import check_plan
-from torchtitan_cad.planning import (
-    PlannerConfig,
-    TokenLayout,
-    make_plan,
-)
+from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.model.tasks import merge_queries
 
 SHARES = st.sampled_from([1.0, 1.0, 1.0, 0.9, 0.5, 0.2, 0.0])

@@ -14,12 +14,7 @@ from tests.lib.reference import check_json, covers_exactly
 from tests.lib.refusals import refusal
 from tests.lib.tables import check_plan, validate_exchanges
 from tests.lib.validate import validate_plan
-from torchtitan_cad.planning import (
-    Plan,
-    PlannerConfig,
-    TokenLayout,
-    make_plan,
-)
+from torchtitan_cad.planning import Plan, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.model.tasks import TASK_FIELDS, canonical
 
 SMALL = PlannerConfig(min_shard=4, tile=4)

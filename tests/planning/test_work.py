@@ -7,10 +7,7 @@ import pytest
 from torchtitan_cad.planning import AttentionShape, TokenLayout
 from torchtitan_cad.planning.intervals import causal_pairs
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.planning.model.work import (
-    attention_flops,
-    layout_pairs,
-)
+from torchtitan_cad.planning.model.work import attention_flops, layout_pairs
 
 
 def counted(begin: int, end: int, window: int | None) -> int:

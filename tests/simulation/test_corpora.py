@@ -4,11 +4,7 @@
 import pytest
 
 from torchtitan_cad.tools.options import Options, read_inputs
-from torchtitan_cad.tools.simulation.batches import (
-    CORPORA,
-    named_lengths,
-    read_corpus,
-)
+from torchtitan_cad.tools.simulation.batches import CORPORA, named_lengths, read_corpus
 
 
 def test_the_corpora_are_found():

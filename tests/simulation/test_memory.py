@@ -2,7 +2,6 @@
 """Memory of a simulated step: what rows that are kept and attention take, and what checkpointing saves."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from torchtitan_cad.tools.simulation.memory import stock_attention
 LONG = (300, 700, 1500, 4000, 16384)
 
 
-def planned(**changes: Any) -> Disaggregated:
+def planned(**changes) -> Disaggregated:
     system = cad(lengths=LONG, **{"nano_batches": 2, **changes})
     system.plans((0,))
     return system
@@ -48,7 +47,7 @@ def test_keeping_rows_takes_memory_and_saves_time():
 
 
 def test_rows_are_kept_where_memory_has_room():
-    def bytes_within(memory: float) -> float:
+    def bytes_within(memory):
         system = planned(backward="auto", net=1e9, memory=memory)
         return system.outcome().exchanged_bytes
 

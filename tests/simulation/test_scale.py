@@ -70,7 +70,7 @@ def test_ranks_that_share_rows_take_what_they_have_of_all_rows():
 )
 def test_what_is_not_tried_would_not_be_chosen(system, machines):
     """And not all is tried where something fits."""
-    lines = list[str]()
+    lines = []
     search = Search(inputs(batches=2, **machines), progress=lines.append)
     candidates = search.candidates(system)
     fastest = search.fastest(system, candidates)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,15 +26,11 @@ from tests.lib.simulation_cases import (
 )
 from torchtitan_cad.planning.keeping import CHECKPOINTING
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.tools.simulation.baselines import (
-    packed,
-    packing_cp,
-    reorder,
-)
+from torchtitan_cad.tools.simulation.baselines import packed, packing_cp, reorder
 from torchtitan_cad.tools.simulation.batches import Batch, named_lengths
 from torchtitan_cad.tools.simulation.costs import Costs
 from torchtitan_cad.tools.simulation.inputs import Model, Rates
-from torchtitan_cad.tools.simulation.search import Search, Trial
+from torchtitan_cad.tools.simulation.search import Search
 from torchtitan_cad.tools.simulation.systems import PARTS, SYSTEMS
 
 
@@ -119,9 +114,9 @@ def test_how_much_faster_cad_is_than_what_fits_is_said_in_a_line():
 
 
 def test_rows_are_not_kept_in_ticks_which_refuse_it():
-    free: dict[str, Any] = {"net": FAST, "node": FAST, "latency": 0.0, "pp": 2, "cp": 1}
+    free = {"net": FAST, "node": FAST, "latency": 0.0, "pp": 2, "cp": 1}
 
-    def cad_trial(**changes: Any) -> Trial:
+    def cad_trial(**changes):
         return run(**free, nano_batches=1, **changes).systems["cad"]
 
     assert cad_trial(backward="resend").configuration.schedule == "CAD1F1B"
