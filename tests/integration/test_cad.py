@@ -380,8 +380,9 @@ def test_resident_memory_does_not_grow(transport):
     """From step 300 on, means over 100 steps are within 1% of each other, on every rank and over 1,700 plans."""
     job = [*PLACED, f"--cad.transport={transport}", f"--training.steps={STEPS}"]
     result = run([*job, "--metrics.log_freq=10"], timeout_s=3000)
-    assert len(result.resident_bytes) == 2
-    for memory in result.resident_bytes:
+    assert len(result.figures) == 2
+    for figures in result.figures:
+        memory = {x["step"]: x["resident_bytes"] for x in figures}
         means = [
             fmean(num for step, num in memory.items() if 0 < step - start <= WINDOW)
             for start in range(SETTLED, STEPS, WINDOW)

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torchtitan.config import ConfigManager, derive
@@ -21,8 +20,8 @@ from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
 
 from tests.titan030 import tiny
-from tests.titan030.harness import run
-from torchtitan_cad.integration.torchtitan_v0_3 import entry, parts
+from tests.titan030.harness import run, squared_norms
+from torchtitan_cad.integration.torchtitan_v0_3 import parts
 from torchtitan_cad.integration.torchtitan_v0_3.checks import check_recipe
 from torchtitan_cad.integration.torchtitan_v0_3.parts import (
     KeptAttentionAlone,
@@ -49,9 +48,7 @@ CHECKPOINTS = (
     ],
     ids=["fsdp2", "pp2"],
 )
-def test_a_shadow_trains_as_stock_to_the_bit(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_shadow_trains_as_stock_to_the_bit(options, tmp_path):
     stock = run("llama3_deep", *options, with_cad=False)
     shadow = run("llama3_deep", "--cad.shadow", *options, dump_folder=tmp_path)
     assert (shadow.losses, shadow.grad_norms) == (stock.losses, stock.grad_norms)
@@ -65,18 +62,18 @@ def test_a_shadow_trains_as_stock_to_the_bit(
 @pytest.mark.parametrize(
     "first", [False, True], ids=["stock_then_cad", "cad_then_stock"]
 )
-def test_a_checkpoint_of_one_resumes_in_the_other(first: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_resumes_in_the_other(first, tmp_path):
     whole = run("llama3", *CHECKPOINTS, with_cad=first, dump_folder=tmp_path)
     shutil.rmtree(tmp_path / "checkpoint" / "step-4")
     rest = run("llama3", *CHECKPOINTS, with_cad=not first, dump_folder=tmp_path)
     assert len(rest.losses) == 2
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
-    assert [rest.gradients[step] for step in (3, 4)] == pytest.approx(
-        [whole.gradients[step] for step in (3, 4)], rel=2e-5
-    )
+    norms = squared_norms(whole)
+    for step, norm in squared_norms(rest).items():
+        assert norm == pytest.approx(norms[step], rel=2e-5)
 
 
-def test_recipes_are_upstreams_with_cad() -> None:
+def test_recipes_are_upstreams_with_cad():
     for module in (llama3, qwen3, deepseek_v3, gpt_oss):
         names = [name for name in dir(module) if name.endswith("debugmodel")]
         assert names, module
@@ -96,7 +93,7 @@ class OwnAttention(FlexAttention):
     class Config(FlexAttention.Config):
         pass
 
-    def forward(self, *rows: Any, **others: Any) -> Any:
+    def forward(self, *rows, **others):
         return super().forward(*rows, score_mod=None, **others)
 
 
@@ -107,7 +104,7 @@ class OwnMasks(Llama3Model):
     class Config(Llama3Model.Config):
         pass
 
-    def get_attention_masks(self, positions: Any) -> Any:
+    def get_attention_masks(self, positions):
         return super().get_attention_masks(positions)
 
 
@@ -116,7 +113,7 @@ ATTENTION = f"{MODEL}.layers.0.attention"
 INNER = f"{ATTENTION}.inner_attention"
 
 
-def put(config: Any, path: str, value: Any) -> None:
+def put(config, path: str, value) -> None:
     *parents, name = path.split(".")
     for parent in parents:
         config = config[0] if parent == "0" else getattr(config, parent)
@@ -151,10 +148,7 @@ def put(config: Any, path: str, value: Any) -> None:
             },
             "spmd_backend = 'partial_dtensor'",
         ),
-        (
-            {"validator.enable": True, "validator.steps": -1},
-            "validator.steps = -1",
-        ),
+        ({"validator.enable": True, "validator.steps": -1}, "validator.steps = -1"),
         (
             {INNER: VarlenAttention.Config(window_size=(-1, -1))},
             r"inner_attention .*window_size = \(-1, 0\)",
@@ -183,9 +177,7 @@ def put(config: Any, path: str, value: Any) -> None:
         ({"debug.spmd_typechecking": True}, "debug.spmd_typechecking = True"),
     ],
 )
-def test_refused_in_one_line(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_in_one_line(changes, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = cad(tiny.recipe("llama3"))
     for path, value in changes.items():
@@ -196,9 +188,7 @@ def test_refused_in_one_line(
 
 
 @pytest.mark.parametrize("module", ["float8", "mx", "nvfp4"])
-def test_quantized_models_are_refused(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_models_are_refused(module, monkeypatch):
     """Without torchao, by a class in place of torchtitan's, which is None then."""
 
     class Quantized(Linear):
@@ -218,56 +208,39 @@ def test_quantized_models_are_refused(
         check_recipe(config)
 
 
-def test_models_are_not_given_document_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In validation plans are made by them; a shadow has recorded them already."""
-    keys = []
+def test_models_are_not_given_document_ids(monkeypatch):
+    """In validation plans are made by them; a shadow has recorded them already. A recipe's own class sees them."""
 
-    class Stock:
-        def post_dataloading_process(self, batch: Any, labels: Any, *_: Any) -> Any:
-            others = dict(batch)
-            keys.append([*batch])
-            return others.pop("input"), labels, others
+    def stock(_, batch, labels, *more):
+        others = dict(batch)
+        return others.pop("input"), labels, others | {"seen": list(batch)}
 
-    def plan_now(batch: Any) -> str:
-        keys.append([*batch])
-        return "key"
-
-    validator = type("Validator", (PlannedValidator, Stock), {})
-    session = SimpleNamespace(plan_now=plan_now)
+    session = SimpleNamespace(plan_now=lambda batch: batch["document_ids"])
     monkeypatch.setattr(parts, "current_session", lambda: session)
     batch = {"input": 1, "document_ids": 2}
-    planned = validator().post_dataloading_process(batch, 3, [])
-    assert planned == (1, 3, {"attention_masks": "key"})
+    seen = {"seen": list(batch)}
+    own = type("Own", (), {"post_dataloading_process": stock})
+    validator = type("Validator", (PlannedValidator, own), {})()
+    planned = validator.post_dataloading_process(batch, 3, [])
+    assert planned == (1, 3, seen | {"attention_masks": 2})
 
-    stock = Stock().post_dataloading_process
-    monkeypatch.setattr(Trainer, "post_dataloading_process", lambda _, *a: stock(*a))
+    monkeypatch.setattr(Trainer, "post_dataloading_process", stock)
     trainer = CadTrainer.__new__(CadTrainer)
     trainer.shadow = True
-    assert trainer.post_dataloading_process(batch, 3) == (1, 3, {})
-    # What a recipe's own class does with them, it goes on to do.
-    assert keys == [[*batch]] * 3
-    assert "document_ids" in batch
+    assert trainer.post_dataloading_process(batch, 3) == (1, 3, seen)
 
 
-def test_a_key_that_does_not_exist() -> None:
+def test_a_key_that_does_not_exist():
     with pytest.raises(
         ValueError, match=r"cad\(tolerence=...\): no such key; set one of: .*tolerance"
     ):
         cad(tiny.recipe("llama3"), tolerence=0.02)
 
 
-def test_an_option_that_does_not_exist() -> None:
-    options = ["--module=torchtitan_cad.recipes.llama3", "--config=llama3_debugmodel"]
-    assert entry.parse([*options, "--cad.tolerance=0.1"]).cad.tolerance == 0.1
-    with pytest.raises(ValueError, match=r"cad\.tolerence") as refused:
-        entry.parse([*options, "--cad.tolerence=0.1"])
-    assert "\n" not in str(refused.value)
-
-
 ROOT = Path(__file__).parents[2]
 
 
-def test_documented_recipes_are_read() -> None:
+def test_documented_recipes_are_read():
     pages = (ROOT / "README.md", ROOT / "docs/get_started.md")
     text = re.sub(r"\s*\\\n\s*", " ", "".join(page.read_text() for page in pages))
     commands = re.findall(r"^ {4}.* -m \S+ (--module .*)$", text, re.MULTILINE)
@@ -277,6 +250,6 @@ def test_documented_recipes_are_read() -> None:
         assert config.cad == llama3.llama3_8b().cad
 
 
-def test_full_checkpointing_keeps_attention_alone() -> None:
+def test_full_checkpointing_keeps_attention_alone():
     kept = KeptAttentionAlone().get_save_ops()
     assert [operator.name() for operator in kept] == ["torchtitan_cad::core_attention"]

@@ -34,44 +34,44 @@ class OwnAttention(SinkAttention):
         pass
 
 
-@override(target=BaseDataLoader.Config, fqns=["dataloader"], description="")
-def unwrap_loader(config: Any) -> Any:
+@override(target=BaseDataLoader.Config, fqns=["dataloader"])
+def unwrap_loader(config):
     return config.inner
 
 
-@override(target=MetricsProcessor.Config, description="")
-def stock_metrics(config: Any) -> Any:
+@override(target=MetricsProcessor.Config)
+def stock_metrics(config):
     return MetricsProcessor.Config()
 
 
-@override(target=CadAttention.Config, description="")
-def own_inner_attention(config: Any) -> Any:
+@override(target=CadAttention.Config)
+def own_inner_attention(config):
     return VarlenAttention.Config()
 
 
-@override(target=SinkAttention.Config, description="")
-def own_attention(config: Any) -> Any:
+@override(target=SinkAttention.Config)
+def own_attention(config):
     return derive(config, OwnAttention.Config)
 
 
-@override(target=SinkAttention.Config, description="")
-def shorter_window(config: Any) -> Any:
+@override(target=SinkAttention.Config)
+def shorter_window(config):
     window = config.sliding_window_size
     return replace(config, sliding_window_size=window and window // 2)
 
 
-@override(target=CheckpointManager.Config, description="")
-def save(config: Any) -> Any:
+@override(target=CheckpointManager.Config)
+def save(config):
     return replace(config, enable=True)
 
 
-@override(target=HuggingFaceTextDataLoader.Config, description="")
-def another_dataset(config: Any) -> Any:
+@override(target=HuggingFaceTextDataLoader.Config)
+def another_dataset(config):
     return replace(config, dataset="c4_test")
 
 
-@override(target=MetricsProcessor.Config, description="")
-def log_seldom(config: Any) -> Any:
+@override(target=MetricsProcessor.Config)
+def log_seldom(config):
     return replace(config, log_freq=7)
 
 
@@ -103,7 +103,7 @@ def overridden(function: Callable[..., Any]) -> tuple[Any, Any, Any]:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cad_relies_on_stays(function: Callable[..., Any], changed: str) -> None:
+def test_what_cad_relies_on_stays(function, changed):
     with pytest.raises(
         ValueError,
         match=rf"override.imports = .*{function.__name__}'\] changes {changed}, on which CAD",
@@ -113,7 +113,7 @@ def test_what_cad_relies_on_stays(function: Callable[..., Any], changed: str) ->
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_other_overrides_have_their_effect() -> None:
+def test_other_overrides_have_their_effect():
     config, *others = overridden(another_dataset)
     check_overridden(config, *others)
     assert config.dataloader.inner.dataset == "c4_test"
@@ -122,6 +122,6 @@ def test_other_overrides_have_their_effect() -> None:
     assert config.metrics.log_freq == 7
 
 
-def test_a_job_is_refused() -> None:
+def test_a_job_is_refused():
     with pytest.raises(AssertionError, match="changes dataloader, on which CAD"):
         run("llama3", f"--override.imports={__name__}.unwrap_loader", nranks=1)

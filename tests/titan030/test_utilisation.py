@@ -2,7 +2,6 @@
 """`cad/mfu(%)` with torchtitan 0.3.0: its count of a row's attention is the one that is replaced."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ ROW = 4096
 
 
 @pytest.mark.parametrize("name", tiny.RECIPES)
-def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name: str) -> None:
+def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name):
     config = tiny.recipe(name)
     config.training.seq_len = ROW
     model_config = config.model_spec.model
@@ -28,7 +27,7 @@ def test_linear_work_is_what_torchtitan_counts_for_rows_of_no_tokens(name: str) 
     assert with_rows - attention_flops(kinds, [ROW] * len(kinds)) == linear
 
 
-def test_a_job_says_what_its_documents_take(tmp_path: Path) -> None:
+def test_a_job_says_what_its_documents_take(tmp_path):
     run("llama3", dump_folder=tmp_path)
     (file,) = tmp_path.rglob("cad_steps.jsonl")
     steps = [json.loads(line) for line in file.read_text().splitlines()]

@@ -8,7 +8,7 @@ bfloat16.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
 
 import datasets
 import torch
@@ -17,29 +17,13 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import Configurable
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
-from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3_recipes
-from torchtitan.models.gpt_oss import config_registry as gpt_oss_recipes
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
-from torchtitan.models.llama3 import config_registry as llama3_recipes
-from torchtitan.models.qwen3 import config_registry as qwen3_recipes
 
 from tests.lib.texts import text_dataset
 from torchtitan_cad.recipes import cad
 
-RECIPES: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "llama3": (llama3_recipes.llama3_debugmodel, llama3, "debugmodel"),
-    "qwen3": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel"),
-    "qwen3_moe": (qwen3_recipes.qwen3_debugmodel, qwen3, "debugmodel_moe"),
-    "deepseek_v3": (
-        deepseek_v3_recipes.deepseek_v3_debugmodel,
-        deepseek_v3,
-        "debugmodel",
-    ),
-    "gpt_oss": (gpt_oss_recipes.gpt_oss_debugmodel, gpt_oss, "debugmodel"),
-}
-"""By name: the recipe, its model's module and flavor."""
+RECIPES = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 class DenseAttention(VarlenAttention):
@@ -51,15 +35,15 @@ class DenseAttention(VarlenAttention):
 
     def forward(
         self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
+        q_BLNH,
+        k_BLNH,
+        v_BLNH,
         *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        out_transform: Any = None,
-        **_: Any,
-    ) -> Tensor:
+        attention_masks,
+        scale=None,
+        out_transform=None,
+        **_,
+    ):
         rows, tokens, heads, head_dim = q_BLNH.shape
         starts = torch.zeros(rows * tokens, dtype=torch.int64)
         starts[attention_masks.cu_seq_q[:-1].long()] = 1
@@ -83,10 +67,13 @@ class DenseAttention(VarlenAttention):
 DenseAttention.forward.__module__ = VarlenAttention.__module__
 
 
-def recipe(name: str) -> Any:
+def recipe(name: str):
     """Return the config of a small job: three steps, fp32, without CUDA graphs."""
-    upstream, module, flavor = RECIPES[name.removesuffix("_deep")]
-    config = upstream()
+    family, moe, _ = name.removesuffix("_deep").partition("_moe")
+    module = import_module(f"torchtitan.models.{family}")
+    registry = import_module(f"torchtitan.models.{family}.config_registry")
+    config = getattr(registry, f"{family}_debugmodel")()
+    flavor = f"debugmodel{moe}"
     config.model_spec = module.model_registry(flavor, attn_backend="varlen")
     model = config.model_spec.model
     del model.layers[4 if name.endswith("_deep") else 2 :]
@@ -109,7 +96,7 @@ def recipe(name: str) -> Any:
     return config
 
 
-def _shrink_experts(model: Any) -> None:
+def _shrink_experts(model) -> None:
     """Leave four small experts a layer, of which a token passes two."""
     for _, part, _, _ in model.traverse(Configurable.Config, recurse=True):
         for key, value in {
@@ -126,7 +113,7 @@ def _shrink_experts(model: Any) -> None:
             part.hidden_dim = 64
 
 
-def with_cad(name: str) -> Any:
+def with_cad(name: str):
     """Return the same job with CAD."""
     return cad(recipe(name), tolerance=0.02, min_shard=8)
 
@@ -148,7 +135,7 @@ def compute_in_fp32() -> None:
 def _keep_dtype(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let gpt_oss's experts return the dtype of their tokens, as others do; in fp32 stock torchtitan 0.3.0 stops."""
 
-    def forward_in_dtype(self: Any, x: Tensor, counts: Tensor) -> Tensor:
+    def forward_in_dtype(self, x, counts):
         return forward(self, x, counts).type_as(x)
 
     return forward_in_dtype

@@ -4,7 +4,6 @@
 Faults are kill, stop, slow, raise, shapes, nan, garbage and version.
 """
 
-import argparse
 import logging
 import os
 import random
@@ -12,15 +11,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+import tyro
 
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.servers import wire
-from torchtitan_cad.runtime.servers.request import Request
 from torchtitan_cad.tools import attention_server
 from torchtitan_cad.tools.attention_server import AttentionServer
 
@@ -29,37 +26,47 @@ STOPPED_S = 3
 """seconds: others continue a server that has stopped itself after so long"""
 
 
-class FaultyServer(AttentionServer):
-    """Has ``fault`` at request number ``at`` of a direction."""
+@dataclass(frozen=True)
+class Options:
+    """A server of the job that writes ``log``, with ``fault`` at request number ``at`` of a direction."""
 
-    fault = "none"
-    direction = "forward"
-    at = 3
+    log: Path
+    host: str = "localhost"
+    fault: str = "none"
+    direction: str = "forward"
+    at: int = 3
+    restless: bool = False
+
+
+class FaultyServer(AttentionServer):
+    options: Options
     num_requests = 0
 
-    def compute(self, kernel: AttentionKernel, request: Request) -> list[Tensor]:
+    def compute(self, kernel, request):
         results = super().compute(kernel, request)
-        self.num_requests += request.direction.name == self.direction
-        if self.fault == "none" or self.num_requests != self.at:
+        self.num_requests += request.direction.name == self.options.direction
+        fault = self.options.fault
+        if fault == "none" or self.num_requests != self.options.at:
             return results
         self.num_requests += 1
-        if self.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.fault == "stop":
-            if not os.fork():
+        match fault:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                if not os.fork():
+                    time.sleep(STOPPED_S)
+                    os.kill(os.getppid(), signal.SIGCONT)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "slow":
                 time.sleep(STOPPED_S)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.fault == "slow":
-            time.sleep(STOPPED_S)
-        elif self.fault == "raise":
-            raise ArithmeticError("a fault of the test")
-        elif self.fault == "nan":
-            return [torch.full_like(x, torch.nan) for x in results]
-        elif self.fault == "garbage":
-            wire._sum_of = lambda parts: 1  # as if bytes had changed on their way
-            return results
+            case "raise":
+                raise ArithmeticError("a fault of the test")
+            case "nan":
+                return [torch.full_like(x, torch.nan) for x in results]
+            case "garbage":
+                wire._sum_of = lambda parts: 1  # as if bytes had changed on their way
+                return results
         return [x[:1] for x in results]
 
 
@@ -72,27 +79,19 @@ def job_in(log: Path) -> tuple[int, str]:
         time.sleep(0.05)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--host", default="localhost")
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--fault", default="none")
-    parser.add_argument("--direction", default="forward")
-    parser.add_argument("--at", type=int, default=3)
-    parser.add_argument("--restless", action="store_true")
-    options = parser.parse_args(argv)
+def main(options: Options) -> None:
     print(READY, flush=True)
     if options.restless:
         come_and_go(options)
     serve(options)
 
 
-def come_and_go(options: argparse.Namespace) -> None:
+def come_and_go(options: Options) -> None:
     """Start servers, each of which leaves or is killed after some seconds, until a signal ends this process."""
     rng = random.Random(0)
     child = 0
 
-    def stop(*_: object) -> None:
+    def stop(*_):
         os.kill(child, signal.SIGKILL)
         sys.exit(0)
 
@@ -107,7 +106,7 @@ def come_and_go(options: argparse.Namespace) -> None:
         os.waitpid(child, 0)
 
 
-def serve(options: argparse.Namespace) -> None:
+def serve(options: Options) -> None:
     """Serve until a signal ends this process."""
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
@@ -115,12 +114,10 @@ def serve(options: argparse.Namespace) -> None:
     if options.fault == "version":
         attention_server.__version__ = "0.0"
     server = FaultyServer(options.host, port, token, torch.device("cpu"))
-    server.fault = options.fault
-    server.direction = options.direction
-    server.at = options.at
+    server.options = options
     signal.signal(signal.SIGTERM, lambda *_: server.leave())
     server.run()
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options))

@@ -93,7 +93,7 @@ NAMED = {
 
 def options(words: str) -> tuple[str, ...]:
     """Return the arguments that the words name; those without a name are arguments themselves."""
-    found: tuple[str, ...] = ()
+    found = ()
     for word in words.split():
         found += options(NAMED[word]) if word in NAMED else (word,)
     return found
@@ -176,15 +176,13 @@ def global_batch(rows: int) -> tuple[str, ...]:
     return (f"--training.global_batch_size={rows}",)
 
 
-def pp2(
-    name: str, args: str = "", reference_args: str = "", **more: Any
-) -> Composition:
+def pp2(name: str, args: str = "", reference_args: str = "", **more) -> Composition:
     """Two stages of two data-parallel ranks, beside a run without stages."""
     beside = f"rows4 --validation.local_batch_size=4 {reference_args}"
     return Composition(name, f"pp2 {args}", reference_args=beside, **more)
 
 
-def pp2_of_four_blocks(name: str, args: str, **more: Any) -> Composition:
+def pp2_of_four_blocks(name: str, args: str, **more) -> Composition:
     return pp2(name, f"{args} four_blocks", "four_blocks", **more)
 
 

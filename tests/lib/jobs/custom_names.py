@@ -2,7 +2,6 @@
 """Names that a user's module registers; jobs of test_custom_names.py import it (`custom_import`)."""
 
 import dataclasses
-from typing import Any
 
 from torch import nn
 from torchtitan.hf_datasets import DatasetConfig
@@ -23,7 +22,7 @@ class Derived(Transformer):
 class OwnMasks(Transformer):
     """A user's model that masks what CAD would not."""
 
-    def get_attention_masks(self, *args: Any, **options: Any) -> Any:
+    def get_attention_masks(self, *args, **options):
         return super().get_attention_masks(*args, **options)
 
 
@@ -34,11 +33,11 @@ class NoMasks(nn.Module):
 class OwnForward(Transformer):
     """A user's model that scales its outputs."""
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args, **options):
         return super().forward(*args, **options) / 2
 
 
-def parallelize(model: Any, *_: Any) -> Any:
+def parallelize(model, *_):
     """Stand for a user's own function."""
     return model
 

@@ -7,10 +7,9 @@ layer's, and gpt_oss's mask for documents lets queries see later keys.
 """
 
 import functools
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 from torchtitan.models.attention import (
     FlexAttentionWrapper,
@@ -36,16 +35,14 @@ def install() -> None:
     init = llama4.Attention.__init__
 
     @functools.wraps(init)
-    def init_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init_and_tell(self, *args, **kwargs):
         init(self, *args, **kwargs)
         self.inner_attention.mask = "rope" if self.use_rope else "nope"
 
     llama4.Attention.__init__ = init_and_tell
 
 
-def dense_mask(
-    mask_mod: Any, rows: int, heads: None, queries: int, keys: int
-) -> Tensor:
+def dense_mask(mask_mod, rows, heads, queries, keys):
     """The mask [B, 1, Q, K], True where a query sees a key; arguments as of torchtitan's ``create_attention_mask``."""
     row = torch.arange(rows)
     query = torch.arange(queries)
@@ -55,26 +52,15 @@ def dense_mask(
     return mask.expand(rows, 1, queries, keys)
 
 
-def causal_document_mask(batch: Tensor, eos_id: int) -> Any:
+def causal_document_mask(batch, eos_id):
     return and_masks(get_causal_mask_mod(), get_document_mask_mod(batch, eos_id))
 
 
-def dense_attention(
-    self: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    block_mask: Any,
-    scale: float | None = None,
-    return_lse: bool = False,
-    enable_gqa: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+def dense_attention(self, q, k, v, *, block_mask, scale=None, return_lse=False, **_):
     """Attention of q [B, H, S, D], k and v, and its log-sum-exp [B, H, S] if asked for."""
     if isinstance(block_mask, dict):
         block_mask = block_mask[self.mask]
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
     scores = scores.masked_fill(~block_mask, -torch.inf)
     lse = scores.logsumexp(dim=-1)

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch.distributed import TCPStore
 
 from tests.lib.jobs.attention_server import READY
 from tests.lib.refusals import check_refusal
+from tests.lib.waiting import eventually
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +34,6 @@ REPOSITORY = HERE.parents[2]
 BASE_TOML = HERE / "base.toml"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """One thread per rank: the processes share few cores."""
-CACHED = ("hit", "miss")
 
 
 @dataclasses.dataclass
@@ -53,22 +52,14 @@ class RunResult:
     validation_losses: dict[int, float]
     graphs: list[int]
     """Graphs that dynamo had compiled by the end of each step."""
-    cached: dict[str, int]
-    """Graphs of all ranks that the caches on disk had ("hit") and had not ("miss")."""
-    resident_bytes: list[dict[int, int]]
-    """Every rank's memory in use, by logged step."""
-    descriptors: list[dict[int, int]]
-    """Every rank's open files and sockets, by logged step."""
+    figures: list[list[dict[str, Any]]]
+    """Of every rank's logged steps, what recording.py writes down."""
     traces: list[dict[str, Any]]
     """Every rank's steps of the engine as [name, plan key], and names of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
 
-    @property
-    def ok(self) -> bool:
-        return all(code == 0 for code in self.returncodes)
-
-    def assert_refused(self, key: str, value: Any = None, remedy: str = "") -> None:
+    def assert_refused(self, key: str, value) -> None:
         """Every rank has failed before training, with one ValueError of this key, value and remedy."""
         for code, log in zip(self.returncodes, self.logs, strict=True):
             assert code not in (0, None), self.report()
@@ -76,16 +67,14 @@ class RunResult:
                 line for line in log.splitlines() if line.startswith("ValueError: ")
             ]
             assert len(errors) == 1, self.report()
-            check_refusal(errors[0], key, value, remedy)
+            check_refusal(errors[0], key, value)
             assert "Training starts" not in log
 
-    def report(self, tail_lines: int = 40) -> str:
+    def report(self) -> str:
         """Exit codes and the last lines of every rank's log, for assertion messages."""
         parts = [f"exit codes {self.returncodes}"]
         for rank, log in enumerate(self.logs):
-            parts.append(
-                f"--- rank {rank}\n" + "\n".join(log.splitlines()[-tail_lines:])
-            )
+            parts.append(f"--- rank {rank}\n" + "\n".join(log.splitlines()[-40:]))
         return "\n".join(parts)
 
 
@@ -100,7 +89,7 @@ def run(
     env: Mapping[str, str] | None = None,
     may_fail: bool = False,
     servers: Sequence[Sequence[str]] = (),
-    **hooks: Any,
+    **hooks,
 ) -> RunResult:
     """Train on `nranks` local processes and collect what they computed.
 
@@ -135,21 +124,30 @@ def run(
         "argv": [json.dumps(asked_for), *job_files(config, dump_folder), *args],
         "env": {
             "RECORD_FOLDER": str(record_dir),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "LOCAL_WORLD_SIZE": str(nranks),
+            **rank_environment(store, nranks),
             **(env or {}),
         },
-        "logs": [str(record_dir / f"rank{rank}.log") for rank in range(nranks)],
+        "logs": log_files(record_dir, nranks),
         "timeout_s": timeout_s,
     }
     with _attention_servers(servers, record_dir):
         returncodes = start_server(tuple(pythonpath)).run(job)
     del store
-    result = _collect(record_dir, dump_folder, returncodes)
-    assert result.ok or may_fail, result.report()
-    return result
+    return collect(record_dir, dump_folder, returncodes, may_fail=may_fail)
+
+
+def rank_environment(store: TCPStore, nranks: int) -> dict[str, str]:
+    """Variables by which ranks find each other."""
+    return {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "LOCAL_WORLD_SIZE": str(nranks),
+    }
+
+
+def log_files(folder: Path, nranks: int) -> list[str]:
+    return [str(folder / f"rank{rank}.log") for rank in range(nranks)]
 
 
 def job_files(config: Path, dump_folder: Path) -> list[str]:
@@ -161,7 +159,7 @@ def job_files(config: Path, dump_folder: Path) -> list[str]:
     ]
 
 
-def parse_job(dump_folder: Path, *args: str) -> Any:
+def parse_job(dump_folder: Path, *args: str):
     """The config of a small job with CAD, as torchtitan's entry point reads it, of as many ranks as WORLD_SIZE."""
     enable_cpu()
     from torchtitan_cad.integration.torchtitan_v0_2 import plugin
@@ -197,20 +195,18 @@ def _attention_servers(
     """Attention servers of a job, which end with it; their logs lie beside its own."""
     log_of_job = f"--log={record_dir / 'rank0.log'}"
     command = [sys.executable, "-m", "tests.lib.jobs.attention_server", log_of_job]
+    logs = [record_dir / f"server{number}.log" for number in range(len(servers))]
     with contextlib.ExitStack() as stack:
-        for number, options in enumerate(servers):
-            log = stack.enter_context((record_dir / f"server{number}.log").open("w"))
+        for log, options in zip(logs, servers, strict=True):
             process = subprocess.Popen(
                 [*command, *options],
                 env=child_environment(),
-                stdout=log,
+                stdout=stack.enter_context(log.open("w")),
                 stderr=subprocess.STDOUT,
             )
             stack.callback(process.wait, 30)
             stack.callback(process.terminate)
-        for number in range(len(servers)):
-            while READY not in (record_dir / f"server{number}.log").read_text():
-                time.sleep(0.05)
+        assert eventually(lambda: all(READY in log.read_text() for log in logs))
         yield
 
 
@@ -288,37 +284,43 @@ def gradient_errors(result: RunResult, reference: RunResult) -> dict[str, float]
     return errors
 
 
-def _collect(
-    record_dir: Path, dump_folder: Path, returncodes: list[int | None]
+def collect(
+    record_dir: Path,
+    dump_folder: Path,
+    returncodes: list[int | None],
+    *,
+    may_fail: bool = False,
 ) -> RunResult:
+    """Raises AssertionError with the ends of all logs if a rank has failed, unless it may."""
     records = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(record_dir.glob("rank*.jsonl"))
     ]
-    steps = [[x for x in own if x["kind"] == "train"] for own in records]
     reported = [x for own in records for x in own if x["is_metrics_rank"]]
     train = [x for x in reported if x["kind"] == "train"]
     validated = [x for x in reported if x["kind"] == "validation"]
-    grads: dict[str, torch.Tensor] = {}
+    grads = {}
     for path in sorted(record_dir.glob("grads_rank*.pt")):
         grads |= torch.load(path)
-    logs = [record_dir / f"rank{rank}.log" for rank in range(len(returncodes))]
     traces = sorted(record_dir.glob("trace_rank*.json"))
-    return RunResult(
+    result = RunResult(
         returncodes=returncodes,
-        logs=[path.read_text(errors="replace") for path in logs],
+        logs=[
+            Path(path).read_text(errors="replace")
+            for path in log_files(record_dir, len(returncodes))
+        ],
         dump_folder=dump_folder,
         steps=[x["step"] for x in train],
-        losses=[float.fromhex(x["loss"]) for x in train],
-        grad_norms=[float.fromhex(x["grad_norm"]) for x in train],
-        validation_losses={x["step"]: float.fromhex(x["loss"]) for x in validated},
+        losses=[x["loss"] for x in train],
+        grad_norms=[x["grad_norm"] for x in train],
+        validation_losses={x["step"]: x["loss"] for x in validated},
         graphs=[x["graphs"] for x in train],
-        cached={name: sum(own[-1][name] for own in records if own) for name in CACHED},
-        resident_bytes=[{x["step"]: x["resident_bytes"] for x in own} for own in steps],
-        descriptors=[{x["step"]: x["descriptors"] for x in own} for own in steps],
+        figures=[[x for x in own if x["kind"] == "train"] for own in records],
         traces=[json.loads(path.read_text()) for path in traces],
         grads=grads,
     )
+    assert may_fail or set(returncodes) == {0}, result.report()
+    return result
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.lib.jobs.harness import REPOSITORY, child_environment, job_files
 
@@ -54,15 +53,11 @@ class Launched:
         restarts: int = 0,
     ) -> None:
         self._id = uuid.uuid4().hex
-        ranks = [
-            "--standalone",
-            f"--nproc_per_node={nranks}",
-            f"--max-restarts={restarts}",
-        ]
+        ranks = f"--standalone --nproc_per_node={nranks} --max-restarts={restarts}"
         files = job_files(CONFIG, dump_folder)
         job = ["-m", "torchtitan_cad.train", *files, *SMALL, *args]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", launcher, *ranks, *job],
+            [sys.executable, "-m", launcher, *ranks.split(), *job],
             env={**child_environment(), MARK: self._id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -105,13 +100,9 @@ class Launched:
 
     def children_of(self, parent: int) -> list[int]:
         """Process ids of what a process of the job has started and that lives, in order of their number."""
-        pids = []
-        for pid in sorted(self._environments()):
-            with contextlib.suppress(OSError):
-                status = Path(f"/proc/{pid}/status").read_text()
-                if f"\nPPid:\t{parent}\n" in status:
-                    pids.append(pid)
-        return pids
+        files = Path(f"/proc/{parent}/task").glob("*/children")
+        pids = " ".join(file.read_text() for file in files).split()
+        return sorted(self._environments().keys() & set(map(int, pids)))
 
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the ranks, children of the launcher."""
@@ -145,7 +136,7 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(*args: Any, **options: Any) -> Iterator[Launched]:
+def launched(*args, **options) -> Iterator[Launched]:
     """A job that has ended when the context does."""
     job = Launched(*args, **options)
     try:
@@ -160,7 +151,7 @@ def shared_memory() -> set[str]:
     Without semaphores of Python's multiprocessing, of which a job has none and other work has many for moments.
     """
 
-    def unmapped() -> set[str]:
+    def unmapped():
         names = set(os.listdir("/dev/shm"))
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):

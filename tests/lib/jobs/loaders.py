@@ -2,11 +2,11 @@
 """Data loaders to plan for in tests: of one rank, or of several, which are threads with a gloo group over sockets."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def gloo_group(
     store: dist.Store, rank: int, size: int, timeout_s: float
 ) -> dist.ProcessGroup:
     """A gloo group of threads, this one of which is ``rank``; blocks until all have come."""
-    gloo: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -53,18 +53,13 @@ class CountingLoader(BaseDataLoader):
 
     documents: Callable[[int], torch.Tensor] | None = None
 
-    def __init__(
-        self,
-        num_batches: int,
-        fails_at: int | None = None,
-        extra: dict[str, torch.Tensor] | None = None,
-    ):
+    def __init__(self, num_batches, fails_at=None, extra=None):
         self.num_batches = num_batches
         self.fails_at = fails_at
         self.extra = extra or {}
         self.next = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         while self.next < self.num_batches:
             if self.next == self.fails_at:
                 raise OSError("disk on fire")
@@ -74,22 +69,22 @@ class CountingLoader(BaseDataLoader):
             self.next += 1
             yield {"input": tokens, **self.extra}, tokens
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"next": self.next}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.next = state_dict["next"]
 
 
 class ShorterFrom(CountingLoader):
     """A loader whose batches from number ``at`` on have ``rows`` rows in place of four."""
 
-    def __init__(self, at: int, num_batches: int = 8, rows: int = 2) -> None:
+    def __init__(self, at, num_batches=8, rows=2):
         super().__init__(num_batches)
         self.at = at
         self.rows = rows
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for inputs, labels in super().__iter__():
             rows = 4 if self.next <= self.at else self.rows
             yield {"input": inputs["input"][:rows]}, labels[:rows]
@@ -127,7 +122,7 @@ class OneRank:
     times: LayerTimes | None = None
 
 
-def counting(*lengths: int, **arguments: Any) -> list[OneRank]:
+def counting(*lengths: int, **arguments) -> list[OneRank]:
     """Ranks with as many batches each."""
     return [
         OneRank(CountingLoader(length, extra=documents(rank)), **arguments)
@@ -142,7 +137,7 @@ def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
         return list(pool.map(body, items))
 
 
-def groups(timeout_s: float = GROUP_TIMEOUT_S, size: int = len(RANKS)) -> Any:
+def groups(timeout_s: float = GROUP_TIMEOUT_S, size: int = len(RANKS)):
     """A function that gives each of ``size`` ranks its gloo group."""
     store = dist.HashStore()
     return lambda group_rank: gloo_group(store, group_rank, size, timeout_s)
@@ -161,7 +156,7 @@ def connect(
     kinds = [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))]
     kernel = get_kernel("cpu", CPU)
 
-    def build(group_rank: int) -> PlanningLoader:
+    def build(group_rank):
         rank = ranks[group_rank]
         group = group_of(group_rank) if len(ranks) > 1 else None
         engine = CoreAttentionEngine(
@@ -203,7 +198,7 @@ def connect(
 
 def drain(loader: PlanningLoader) -> tuple[list[int], BaseException | None]:
     """The numbers of all batches, and what ended them."""
-    numbers: list[int] = []
+    numbers = []
     try:
         for _, labels in loader:
             numbers.append(int(labels[0, 0]))

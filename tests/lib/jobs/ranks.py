@@ -22,7 +22,7 @@ def run_job(
     main: Callable[[list[str]], None],
 ) -> list[int | None]:
     """Run ``main`` on one rank per log file; return their exit codes, None for those killed at the deadline."""
-    pids: list[int] = []
+    pids = []
     try:
         for rank, log in enumerate(logs):
             rank_env = {
@@ -74,7 +74,7 @@ def _become_rank(
 def _wait(pids: Sequence[int], timeout_s: float) -> list[int | None]:
     """Wait for all ranks; the first failure shortens the deadline, since its peers can only run into timeouts."""
     deadline = time.monotonic() + timeout_s
-    codes: dict[int, int] = {}
+    codes = {}
     failed = False
     while len(codes) < len(pids) and time.monotonic() < deadline:
         for pid in pids:

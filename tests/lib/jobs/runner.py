@@ -13,9 +13,8 @@ import random
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ enable_cpu()
 import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as dist_utils  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
@@ -44,24 +42,16 @@ from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args  # noqa: E402
 
 from tests.lib import cpu_memory  # noqa: E402
 from tests.lib.jobs import dense_twin, tiny_models  # noqa: E402
-from tests.lib.jobs.parameters import (  # noqa: E402
-    initialise,
-    named_parameters,
-    unwrapped,
-    whole,
-)
+from tests.lib.jobs.parameters import initialise, named_parameters, unwrapped, whole  # noqa: E402
+from tests.lib.jobs.recording import before_clipping, record_metrics  # noqa: E402
 from tests.lib.kernels_reference import dense_attention  # noqa: E402
 from tests.lib.observer import observe  # noqa: E402
+from tests.lib.plans import random_tasks  # noqa: E402
 from tests.lib.texts import text_dataset  # noqa: E402
 from torchtitan_cad.integration import session  # noqa: E402
-from torchtitan_cad.integration.loading.placement import Layouts, Placement  # noqa: E402
+from torchtitan_cad.integration.loading.placement import Placement  # noqa: E402
 from torchtitan_cad.integration.session import current_session  # noqa: E402
-from torchtitan_cad.planning import (  # noqa: E402
-    TASK_DTYPE,
-    LayerTimes,
-    TokenLayout,
-    register_planner,
-)
+from torchtitan_cad.planning import LayerTimes, register_planner  # noqa: E402
 from torchtitan_cad.runtime.kernels.base import VarlenArgs  # noqa: E402
 
 
@@ -113,7 +103,7 @@ def add_variants() -> None:
     iterate = HuggingFaceTextDataset.__iter__
 
     @functools.wraps(iterate)
-    def iterate_variants(self: Any) -> Iterator[Any]:
+    def iterate_variants(self):
         for inputs, labels in iterate(self):
             if self.dataset_name.endswith("_with_ignored_labels"):
                 labels = labels.masked_fill(
@@ -177,9 +167,7 @@ def attend_to_sharded_heads() -> None:
     attend = VarlenAttentionWrapper.forward
 
     @functools.wraps(attend)
-    def attend_locally(
-        self: Any, xq: Any, xk: Any, xv: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def attend_locally(self, xq, xk, xv, *args, **kwargs):
         if not isinstance(xq, DTensor):
             return attend(self, xq, xk, xv, *args, **kwargs)
         out = attend(self, xq.to_local(), xk.to_local(), xv.to_local(), *args, **kwargs)
@@ -195,31 +183,18 @@ def balance_experts() -> None:
 
 
 def register_split_keys_planner() -> None:
-    """Add planner `test_split_keys`: every document in tiles, keys before the tile in two parts, servers in turn."""
+    """Add planner `test_split_keys`: queries and keys are cut anywhere, and servers drawn."""
 
     @register_planner("test_split_keys")
-    def plan(layout: TokenLayout, *_: Any) -> np.ndarray:
-        tasks = []
-        for doc, length in zip(
-            layout.docs.tolist(), layout.doc_lengths.tolist(), strict=True
-        ):
-            for start in range(0, length, 128):
-                end = min(start + 128, length)
-                middle = start // 256 * 128
-                ranges = [(start, end), (0, middle), (middle, start)]
-                for lo, hi in ranges:
-                    if lo < hi:
-                        tasks.append(
-                            (doc, start, end, lo, hi, len(tasks) % layout.num_ranks)
-                        )
-        return np.array(tasks, dtype=TASK_DTYPE)
+    def plan(layout, *_):
+        return random_tasks(np.random.default_rng(0), layout)
 
 
 def tell_what_changes_its_microbatch() -> None:
     """Print for every step how many documents go to another microbatch than the one that they were loaded in."""
     choose = Placement.choose
 
-    def microbatches(layouts: Layouts) -> set[tuple[int, int]]:
+    def microbatches(layouts):
         return {
             (i, doc)
             for i, nanos in enumerate(layouts)
@@ -228,7 +203,7 @@ def tell_what_changes_its_microbatch() -> None:
         }
 
     @functools.wraps(choose)
-    def choose_and_tell(self: Placement, loaded: Layouts, *args: Any) -> Any:
+    def choose_and_tell(self, loaded, *args):
         placed = choose(self, loaded, *args)
         homes = [microbatch.layouts for microbatch in placed]
         print(
@@ -246,60 +221,14 @@ def record(name: str) -> Path:
 
 
 def record_steps() -> None:
-    """Append figures of every logged step, and validation losses, to rank<r>.jsonl; floats as `float.hex`.
+    """Append figures of every logged step, and validation losses, to rank<r>.jsonl."""
 
-    `is_metrics_rank` marks the rank whose loss torchtitan reports: other pipeline ranks hold a placeholder.
-    """
+    def is_metrics_rank(self):
+        rank = titan_metrics._get_metrics_rank(self.parallel_dims, self.job_config)
+        return os.environ["RANK"] == str(rank)
+
     path = record("rank{rank}.jsonl")
-    processor = titan_metrics.MetricsProcessor
-    log = processor.log
-    log_validation = processor.log_validation
-
-    def write(self: Any, **figures: Any) -> None:
-        find_metrics_rank = titan_metrics._get_metrics_rank
-        metrics_rank = find_metrics_rank(self.parallel_dims, self.job_config)
-        figures["is_metrics_rank"] = os.environ["RANK"] == str(metrics_rank)
-        graphs = counters["aot_autograd"]
-        figures["hit"] = graphs["autograd_cache_hit"]
-        figures["miss"] = graphs["autograd_cache_miss"]
-        with path.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
-
-    @functools.wraps(log)
-    def recording_log(
-        self: Any, step: int, loss: float, *more: Any, **kwargs: Any
-    ) -> None:
-        _, grad_norm, *_ = more
-        write(
-            self,
-            kind="train",
-            step=step,
-            loss=float(loss).hex(),
-            grad_norm=float(grad_norm).hex(),
-            graphs=counters["stats"]["unique_graphs"],
-            resident_bytes=resident_bytes(),
-            descriptors=len(os.listdir("/dev/fd")),
-        )
-        log(self, step, loss, *more, **kwargs)
-
-    @functools.wraps(log_validation)
-    def recording_log_validation(
-        self: Any, loss: float, step: int, *args: Any, **kwargs: Any
-    ) -> None:
-        write(self, kind="validation", step=step, loss=float(loss).hex())
-        log_validation(self, loss, step, *args, **kwargs)
-
-    processor.log = recording_log
-    processor.log_validation = recording_log_validation
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in use: its own and what it shares; 0 where the system does not say."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return sum(
-        int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")
-    )
+    record_metrics(titan_metrics.MetricsProcessor, path, is_metrics_rank)
 
 
 def record_gradients(step: int) -> None:
@@ -307,27 +236,16 @@ def record_gradients(step: int) -> None:
 
     Biases of experts, which have no gradients but are updated by counts of tokens, are saved as they are.
     """
-    train_step = titan_train.Trainer.train_step
-    clip = dist_utils.clip_grad_norm_
 
-    @functools.wraps(train_step)
-    def train_step_with_dump(self: Any, *args: Any, **kwargs: Any) -> None:
-        def dump_and_clip(*clip_args: Any, **clip_kwargs: Any) -> torch.Tensor:
-            if self.step == step:
-                gradients = dict(named_biases(self.model_parts))
-                for name, parameter in named_parameters(self.model_parts):
-                    if parameter.grad is not None:
-                        gradients[name] = whole(parameter.grad)
-                torch.save(gradients, record("grads_rank{rank}.pt"))
-            return clip(*clip_args, **clip_kwargs)
+    def save(trainer):
+        if trainer.step == step:
+            gradients = dict(named_biases(trainer.model_parts))
+            for name, parameter in named_parameters(trainer.model_parts):
+                if parameter.grad is not None:
+                    gradients[name] = whole(parameter.grad)
+            torch.save(gradients, record("grads_rank{rank}.pt"))
 
-        dist_utils.clip_grad_norm_ = dump_and_clip
-        try:
-            train_step(self, *args, **kwargs)
-        finally:
-            dist_utils.clip_grad_norm_ = clip
-
-    titan_train.Trainer.train_step = train_step_with_dump
+    before_clipping(titan_train.Trainer, dist_utils, save)
 
 
 def record_trace(step: int) -> None:
@@ -335,10 +253,10 @@ def record_trace(step: int) -> None:
     train_step = titan_train.Trainer.train_step
 
     @functools.wraps(train_step)
-    def traced_step(self: Any, *args: Any, **kwargs: Any) -> None:
+    def traced_step(self, *args, **kwargs):
         if self.step != step:
             return train_step(self, *args, **kwargs)
-        events: list[tuple[str, int]] = []
+        events = []
         engine = current_session().engine
         observe(engine, lambda name, key: events.append((name, key)))
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -383,17 +301,17 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
 class RoundRobinLoader(BaseDataLoader):
     """The batches of several data-parallel ranks, one after the other."""
 
-    def __init__(self, loaders: list[BaseDataLoader]):
+    def __init__(self, loaders):
         self.loaders = loaders
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for batches in zip(*self.loaders, strict=True):
             yield from batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         raise NotImplementedError("a reference run is not resumed")
 
 
@@ -402,7 +320,7 @@ def take_turns(degree: int) -> None:
     `degree` microbatches its step is theirs."""
     build = llama3.build_text_dataloader
 
-    def build_all(dp_world_size: int, dp_rank: int, **kwargs: Any) -> RoundRobinLoader:
+    def build_all(dp_world_size, dp_rank, **kwargs):
         assert dp_world_size == 1
         return RoundRobinLoader(
             [build(dp_world_size=degree, dp_rank=r, **kwargs) for r in range(degree)]
@@ -414,14 +332,7 @@ def take_turns(degree: int) -> None:
 def plant_rates(link: float) -> None:
     """Make sessions measure links of that many bytes per second, and attention that takes 1 ms for a unit of cost."""
 
-    def measure(
-        _compute: Any,
-        _transport: Any,
-        hosts: tuple[int, ...],
-        *,
-        overlaps: bool,
-        **_others: Any,
-    ) -> LayerTimes:
+    def measure(_compute, _transport, hosts, *, overlaps, **_others):
         return LayerTimes(1e-3, 0.0, link, link, 0.0, overlaps, hosts)
 
     session.measure_times = measure
@@ -438,7 +349,7 @@ def compute_in_fp64(asked: bool) -> None:
         self if self.dtype == torch.float64 else narrow(self)
     )
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self, *args, **kwargs):
         is_narrowed = self.dtype == torch.float64 and torch.float32 in (
             *args,
             *kwargs.values(),
@@ -447,9 +358,7 @@ def compute_in_fp64(asked: bool) -> None:
 
     torch.Tensor.to = to
 
-    def attend(
-        self: Any, xq: Any, xk: Any, xv: Any, masks: Any, scale: float | None = None
-    ) -> torch.Tensor:
+    def attend(self, xq, xk, xv, masks, scale=None):
         cu = masks.cu_seq_q.numpy()
         scale = scale or xq.shape[-1] ** -0.5
         call = VarlenArgs.from_numpy(cu, cu, causal=True, scale=scale)
@@ -468,7 +377,7 @@ def initialise_by_name(seed: int) -> None:
     """
     init = titan_train.Trainer.__init__
 
-    def value_of(name: str, noise: torch.Tensor) -> torch.Tensor | None:
+    def value_of(name, noise):
         # weights of norms, which are 1
         if noise.dim() < 2 and not name.endswith(("bias", "sinks")):
             return None
@@ -476,7 +385,7 @@ def initialise_by_name(seed: int) -> None:
         return noise * (0.2 if "router.gate" in name else 0.02)
 
     @functools.wraps(init)
-    def init_then_fill(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_then_fill(self, *args, **kwargs):
         init(self, *args, **kwargs)
         initialise(self.model_parts, seed, value_of)
 
