@@ -24,6 +24,7 @@ from torchtitan_cad.planning import (
 )
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
+from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 
@@ -100,6 +101,7 @@ class NanoBatchesAndWhole:
         transports: Sequence[Any] = (None,),
         microbatches: int = 1,
         keep: bool = False,
+        kernel: AttentionKernel | None = None,
     ) -> None:
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
@@ -119,7 +121,7 @@ class NanoBatchesAndWhole:
         ]
         halves = nano_layouts(starts, [batch] * len(starts), 0, 1, nano_batches=2)
         plans = [_any_plan(rng, layout, shape) for layout in halves * microbatches]
-        kernel = get_kernel("auto", device, shape)
+        kernel = kernel or get_kernel("auto", device, shape)
 
         def add_engine(name: str, plans: list[Plan], own: Any, rank: int = 0) -> None:
             engine = CoreAttentionEngine(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lib.ledger import Process, needs_ledger
+from tests.lib.ledger import needs_ledger, on_ledger
 from tests.lib.threaded import run_ranks
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -31,13 +31,6 @@ from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRows
 
 pytestmark = needs_ledger
-
-
-@pytest.fixture(scope="module")
-def on_ledger() -> Iterator[Process]:
-    process = Process()
-    yield process
-    process.close()
 
 
 # The engine over symmetric memory -------------------------------------------------------------------------------------
@@ -136,7 +129,7 @@ def run_engine(mistake: str, hosts: tuple[int, ...] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_the_engine_is_in_order(on_ledger, hosts):
+def test_the_engine_is_in_order(hosts):
     assert plan_of_two().moves_rows
     assert on_ledger(run_engine, "none", hosts) == []
 
@@ -153,7 +146,7 @@ def test_the_engine_is_in_order(on_ledger, hosts):
         ("sent messages not kept", (0, 1)),
     ],
 )
-def test_engines_that_are_not(on_ledger, mistake, hosts):
+def test_engines_that_are_not(mistake, hosts):
     assert on_ledger(run_engine, mistake, hosts)
 
 
@@ -180,6 +173,6 @@ def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", [None, (0, 1)], ids=["one host", "two hosts"])
-def test_exchanges_of_two_streams_are_in_order(on_ledger, hosts):
+def test_exchanges_of_two_streams_are_in_order(hosts):
     """What one has packed for another host is overwritten by the next only when it has left."""
     assert on_ledger(exchange_on_two_streams, hosts) == []

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The device "ledger": streams and events that only keep account, so that missing waits are found on any machine.
 
-    on_ledger = Process()                  # one that has the device; in pytest's own all tests would see an accelerator
-    races = on_ledger(scenario, argument)
+    races = on_ledger(scenario, argument)  # in a process of its own: in pytest's all tests would see an accelerator
 
     def scenario(argument):                # a function of a module
         x = torch.ones(8).to("ledger")
@@ -13,11 +12,9 @@ ledger.cpp says what counts as a race. Kernels that do not go through torch say 
 ``torch.ops.ledger.use(reads, writes, name)`` and work on ``torch.ops.ledger.on_host(tensor)``, the same memory.
 """
 
-import multiprocessing
 import sys
 import types
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,9 @@ import pytest
 import torch
 
 from tests.lib.cpp import build, find_compiler
+from tests.lib.processes import run_processes, values
 
 SOURCE = Path(__file__).with_name("ledger.cpp")
-TIMEOUT_S = 300
 
 needs_ledger = pytest.mark.skipif(
     sys.platform != "linux" or find_compiler() is None,
@@ -40,7 +37,7 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("ledger")
     torch.ops.load_library(str(build(SOURCE)))
     torch.ops.ledger.install()
-    module: Any = types.ModuleType("torch.ledger")
+    module = types.ModuleType("torch.ledger")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: torch.accelerator.device_count()
@@ -57,21 +54,13 @@ def load() -> None:
     torch.set_num_threads(1)
 
 
-class Process:
-    """A process with the device."""
-
-    def __init__(self) -> None:
-        build(SOURCE)  # here, where a compiler's message is seen
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), load)
-
-    def __call__(self, scenario: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``scenario``, a function that can be imported, there; what it returns or raises comes here."""
-        return self._pool.submit(_run, scenario, arguments).result(TIMEOUT_S)
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+def on_ledger(scenario: Callable[..., Any], *arguments):
+    """Call ``scenario``, a function that can be imported, where the device is; what it returns or raises comes here."""
+    build(SOURCE)  # here, where a compiler's message is seen
+    (found,) = values(run_processes(1, _run, scenario, arguments, timeout_s=300))
+    return found
 
 
-def _run(scenario: Callable[..., Any], arguments: tuple) -> Any:
-    torch.ops.ledger.reset()
+def _run(group, scenario: Callable[..., Any], arguments: tuple):
+    load()
     return scenario(*arguments)

@@ -19,7 +19,7 @@ shuffle = 0
 _compile = torch.compile  # tests put this function in its place
 
 
-def compile_for_shuffling(function: Any) -> Callable[..., Any]:
+def compile_for_shuffling(function, **_) -> Callable[..., Any]:
     """``function`` through Dynamo, AOTAutograd and the partitioner, then node by node on the streams of the graph."""
     backend = aot_autograd(
         fw_compiler=_run_nodes, bw_compiler=_run_nodes, partition_fn=_partition
@@ -28,14 +28,14 @@ def compile_for_shuffling(function: Any) -> Callable[..., Any]:
 
 
 def _partition(
-    module: fx.GraphModule, *args: Any, **kwargs: Any
+    module: fx.GraphModule, *args, **kwargs
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     RecomputeFromBefore()(module.graph)
     return min_cut_rematerialization_partition(module, *args, **kwargs)
 
 
-def _run_nodes(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
+def _run_nodes(module: fx.GraphModule, _) -> Callable[..., Any]:
+    def run(*args):
         return _Nodes(module).run_in_order(_order(module), args)
 
     return make_boxed_func(run)
@@ -64,7 +64,7 @@ def _order(module: fx.GraphModule) -> list[fx.Node]:
 
 
 class _Nodes(fx.Interpreter):
-    def run_in_order(self, order: list[fx.Node], args: tuple[Any, ...]) -> Any:
+    def run_in_order(self, order, args):
         self.args_iter = iter(args)
         self.env = {}
         last_use = {source: node for node in order for source in node.all_input_nodes}
@@ -75,7 +75,7 @@ class _Nodes(fx.Interpreter):
                     del self.env[source]
         return result
 
-    def run_node(self, node: fx.Node) -> Any:
+    def run_node(self, node):
         index = (
             (node.meta.get("custom") or {}).get("stream")
             if node.op == "call_function"
@@ -85,6 +85,6 @@ class _Nodes(fx.Interpreter):
             return super().run_node(node)
         from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 
-        stream: Any = get_external_object_by_index(index)
+        stream = get_external_object_by_index(index)
         with stream:
             return super().run_node(node)

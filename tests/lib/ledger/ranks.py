@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks of a CAD group as threads, each on a ledger device of its own: the runtime as on CUDA, but for kernels."""
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -11,49 +10,35 @@ from torch import Tensor
 from tests.lib.cpu_memory import arrivals
 from tests.lib.threaded import (
     TIMEOUT_S,
-    Started,
     ThreadMessages,
     ThreadRounds,
     ThreadWork,
     far_ranks,
     transports_over,
 )
-from torchtitan_cad.runtime.kernels.base import Merged, VarlenArgs, compute_dtype
+from torchtitan_cad.runtime.kernels.base import Merged, compute_dtype
 from torchtitan_cad.runtime.kernels.cpu import CpuKernel
-from torchtitan_cad.runtime.packing import Message
-from torchtitan_cad.runtime.transport.base import Peers, Routes
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
-from torchtitan_cad.runtime.transport.far import FarRanks
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 
 class OneKernel(CpuKernel):
     """The CPU kernel as one kernel on the current stream."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, call):
         results = (
             torch.empty_like(q),
             q.new_empty(q.shape[:2], dtype=compute_dtype(q.dtype)),
         )
         return self._launch(super().forward, [q, k, v], call, results)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        merged: Merged,
-        call: VarlenArgs,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, q, k, v, merged, call):
         results = tuple(
             torch.empty_like(x, dtype=compute_dtype(x.dtype)) for x in (q, k, v)
         )
         name = "delta" if merged.out is None else "out"
 
-        def run(*arguments: Any) -> tuple:
+        def run(*arguments):
             *rows, lse, rest, call = arguments
             merged = Merged(lse, **{name: rest})
             return CpuKernel.backward(self, *rows, merged, call)
@@ -63,12 +48,7 @@ class OneKernel(CpuKernel):
         )
 
     @staticmethod
-    def _launch(
-        run: Callable[..., tuple],
-        inputs: list[Tensor],
-        call: VarlenArgs,
-        results: tuple,
-    ) -> tuple:
+    def _launch(run, inputs, call, results):
         ledger = torch.ops.ledger
         ledger.use([*inputs, call.cu_q, call.cu_k], list(results), "attention kernel")
         for result, computed in zip(
@@ -78,32 +58,10 @@ class OneKernel(CpuKernel):
         return results
 
 
-class Words:
-    """Words of all ranks: of each value the event after which it is there."""
-
-    def __init__(self) -> None:
-        self._events: dict[tuple[int, int, int], torch.Event] = {}
-        self._changed = threading.Condition()
-
-    def post(self, owner: int, word: int, value: int, event: torch.Event) -> None:
-        with self._changed:
-            self._events[owner, word, value] = event
-            self._changed.notify_all()
-
-    def wait(self, owner: int, word: int, value: int) -> torch.Event:
-        with self._changed:
-            assert self._changed.wait_for(
-                lambda: (owner, word, value) in self._events, TIMEOUT_S
-            )
-            return self._events[owner, word, value]
-
-
 class LedgerMemory(DeviceMemory):
     """Streams and marks are those of CUDA devices; copies and events stand for the kernels that write and signal."""
 
-    def __init__(
-        self, buffers: Sequence[Tensor], rank: int, stream: torch.Stream, words: Words
-    ) -> None:
+    def __init__(self, buffers, rank, stream, words):
         super().__init__(
             buffers[rank], [buffer.data_ptr() for buffer in buffers], stream
         )
@@ -111,17 +69,10 @@ class LedgerMemory(DeviceMemory):
         self._rank = rank
         self._words_of_all = words
 
-    def prepare(self, routes: Routes) -> None:
+    def prepare(self, routes):
         pass
 
-    def send(
-        self,
-        messages: Sequence[Message],
-        routes: Routes,
-        begins: Sequence[int],
-        word: int,
-        number: int,
-    ) -> None:
+    def send(self, messages, routes, begins, word, number):
         ledger = torch.ops.ledger
         for parts, row_format, rows, arrival in arrivals(
             messages, routes, begins, self._buffers
@@ -135,56 +86,56 @@ class LedgerMemory(DeviceMemory):
             )
         self.post(routes.receivers, word, number)
 
-    def post(self, peers: Peers, word: int, number: int) -> None:
+    def post(self, peers, word, number):
         event = torch.accelerator.current_stream(self.own.device).record_event()
         for peer in peers.ranks:
-            self._words_of_all.post(peer, word, number, event)
+            self._word(peer, word, number).set_result(event)
 
-    def wait(
-        self, peers: Peers, first_word: int, number: int, timeout_s: float
-    ) -> list[int]:
-        events = [
-            self._words_of_all.wait(self._rank, first_word + peer, number)
-            for peer in peers.ranks
+    def _word(self, *place):
+        """The event after which an owner's word has a value."""
+        return self._words_of_all.setdefault(place, Future())
+
+    def wait(self, peers, first_word, number, timeout_s):
+        words = [
+            self._word(self._rank, first_word + peer, number) for peer in peers.ranks
         ]
-        self.follow(events)
+        self.follow([word.result(TIMEOUT_S) for word in words])
         return []
 
-    def follow(self, events: Sequence[torch.Event]) -> None:
+    def follow(self, events):
         """Makes the current stream wait for other ranks' words."""
         for event in events:
             torch.accelerator.current_stream(self.own.device).wait_event(event)
 
-    def overdue(self) -> None:
+    def overdue(self):
         return None
 
 
 class LedgerAllocations(ThreadRounds):
     """Symmetric memory of such ranks."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         super().__init__(num_ranks)
         self._streams = [torch.Stream(f"ledger:{rank}") for rank in range(num_ranks)]
-        self._words: dict[int, Words] = {}
+        self._words = {}
 
-    def allocate(self, rank: int, num_bytes: int) -> LedgerMemory:
+    def allocate(self, rank, num_bytes):
         buffers = self.exchange(
             rank, torch.empty(num_bytes, dtype=torch.uint8, device=f"ledger:{rank}")
         )
-        with self._changed:
-            words = self._words.setdefault(buffers[0].data_ptr(), Words())
+        words = self._words.setdefault(buffers[0].data_ptr(), {})
         return LedgerMemory(buffers, rank, self._streams[rank], words)
 
 
 class LedgerWork(ThreadWork):
     """A send or a receive behind the current stream, for which the host waits until both ranks have started it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.before = torch.accelerator.current_stream().record_event()
         self.end: torch.Event | None = None
 
-    def wait(self) -> None:
+    def wait(self):
         """Make the current stream wait for its end, as a work of NCCL does."""
         super().wait()
         torch.accelerator.current_stream().wait_event(self.end)
@@ -195,11 +146,11 @@ class LedgerMessages(ThreadMessages):
 
     new_work = LedgerWork
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         super().__init__()
         self._streams = [torch.Stream(f"ledger:{rank}") for rank in range(num_ranks)]
 
-    def copy(self, receiver: int, send: Started, receive: Started) -> None:
+    def copy(self, receiver, send, receive):
         """Copy the rows on the receiver's stream, behind what came before on either rank."""
         ledger = torch.ops.ledger
         works = [work for _, work in (send, receive)]
@@ -219,7 +170,7 @@ def ledger_transports(
     """Over memory of devices; between ``hosts``, if there are several, by messages."""
     messages = LedgerMessages(num_ranks)
 
-    def far_of(rank: int) -> FarRanks | None:
+    def far_of(rank):
         return (
             None
             if hosts is None
