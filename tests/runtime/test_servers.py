@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Joined servers: what they compute is what the ranks would, and whatever goes wrong with them costs no result."""
 
-import contextlib
 import os
 import random
 import re
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,14 +37,9 @@ from torchtitan_cad.runtime.kernels.base import VarlenArgs
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.servers import client
 from torchtitan_cad.runtime.servers.client import ServerPool
-from torchtitan_cad.runtime.servers.registry import JobCard, Registry
+from torchtitan_cad.runtime.servers.registry import JobCard, Registry, open_store
 from torchtitan_cad.runtime.servers.request import Request
-from torchtitan_cad.runtime.servers.wire import (
-    SERVER,
-    Connection,
-    ServerMessage,
-    WireError,
-)
+from torchtitan_cad.runtime.servers.wire import Connection, ServerMessage, WireError
 from torchtitan_cad.tools import attention_server as server
 from torchtitan_cad.tools.attention_server import AttentionServer
 
@@ -66,23 +59,6 @@ def plan_with_servers(heads: str) -> Plan:
     return served
 
 
-class Answers:
-    """A pool that computes at once what ``is_lost`` does not lose; it counts both."""
-
-    def __init__(self, is_lost: Callable[[], bool]) -> None:
-        self.is_lost = is_lost
-        self.num_lost = 0
-        self.num_answered = 0
-
-    def ask(self, server: int, request: Request, seconds: float) -> Any:
-        if self.is_lost():
-            self.num_lost += 1
-            return None
-        self.num_answered += 1
-        results = request.compute(get_kernel("cpu", CPU))
-        return SimpleNamespace(result=lambda: results)
-
-
 @settings(max_examples=12)
 @given(
     heads=st.sampled_from([*SHAPES]),
@@ -94,11 +70,19 @@ def test_any_lost_answers_leave_the_same_bits(heads, seed, share):
     torch.manual_seed(seed)
     tensors = Tensors.random(LAYOUT, plan.shape)
     rng = random.Random(seed)
-    some = Answers(lambda: rng.random() < share)
+    are_lost = []
+
+    def ask(server: int, request: Request, seconds: float) -> Any:
+        """Compute at once what is not lost."""
+        are_lost.append(rng.random() < share)
+        results = request.compute(get_kernel("cpu", CPU))
+        return None if are_lost[-1] else SimpleNamespace(result=lambda: results)
+
     at_home = execute(plan, tensors)
-    assert_same_bits(execute(plan, tensors, servers=some), at_home)
-    assert some.num_lost + some.num_answered >= 4
-    assert (some.num_answered == 0) == (share == 1.0) or 0 < share < 1
+    pool = SimpleNamespace(ask=ask)
+    assert_same_bits(execute(plan, tensors, servers=pool), at_home)
+    assert len(are_lost) >= 4
+    assert all(are_lost) == (share == 1.0) or 0 < share < 1
 
 
 # A store, a job and its servers ---------------------------------------------------------------------------------------
@@ -113,22 +97,20 @@ def _joins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
+    return open_store("localhost", 0, hosts=True)
 
 
-def open_job(store: dist.TCPStore, job: int = JOB, version: str = __version__) -> None:
+def open_job(store: dist.TCPStore, version: str = __version__) -> None:
     card = JobCard("float32", SHAPES["gqa 8:2"], cost_tile=128)
-    registry_of(store, job).publish(card, version)
+    registry_of(store).publish(card, version)
 
 
-def registry_of(store: dist.TCPStore, job: int = JOB, token: str = TOKEN) -> Registry:
-    timeout = timedelta(seconds=20)
-    client = dist.TCPStore("localhost", store.port, is_master=False, timeout=timeout)
-    return Registry(client, job, token)
+def registry_of(store: dist.TCPStore, token: str = TOKEN) -> Registry:
+    return Registry(open_store("localhost", store.port, hosts=False), JOB, token)
 
 
-def pool_of(store: dist.TCPStore, job: int = JOB) -> ServerPool:
-    return ServerPool(registry_of(store, job), 0, unit=1e-4, share=1.0)
+def pool_of(store: dist.TCPStore) -> ServerPool:
+    return ServerPool(registry_of(store), 0, unit=1e-4, share=1.0)
 
 
 def use_servers(pool: ServerPool, count: int) -> None:
@@ -171,30 +153,13 @@ def request_of(tokens: int = 64) -> Request:
 # Servers that fail ----------------------------------------------------------------------------------------------------
 
 
-Behave = Callable[[Connection, ServerMessage], None]
-
-
-def false_server(store: dist.TCPStore, behave: Behave) -> int:
-    """Announce a server that echoes to one rank, and then does what ``behave`` does with the first request."""
-    registry = registry_of(store)
-    number = registry.announce("a test", "cpu", 1e-4).number
-
-    def run() -> None:
-        assert eventually(lambda: registry.invitations(number, 0))
-        connection = Connection(registry.invitations(number, 0)[0], JOB, SERVER, 5)
-        connection.send(connection.receive(20), 5)
-        with contextlib.suppress(RuntimeError):  # the rank has hung up already
-            behave(connection, connection.receive(20))
-        time.sleep(3)  # the connection is open until the test ends
-
-    threading.Thread(target=run, daemon=True).start()
-    return number
+Behave = Callable[[Connection], None]
 
 
 def answer_raw(job: int = JOB, length: int = 7, total: int = 0) -> Behave:
     """Send a head and some text."""
 
-    def behave(connection: Connection, message: ServerMessage) -> None:
+    def behave(connection: Connection) -> None:
         text = torch.zeros(7, dtype=torch.uint8)
         for part in (torch.tensor([job, length, total]), text):
             connection._group.send([part], 0, 0).wait()
@@ -205,19 +170,19 @@ def answer_raw(job: int = JOB, length: int = 7, total: int = 0) -> Behave:
 def answer_with(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: Any = "results"
 ) -> Behave:
-    def behave(connection: Connection, message: ServerMessage) -> None:
+    def behave(connection: Connection) -> None:
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
-        connection.send(ServerMessage(kind, {}, tensors), 5)
+        Connection.send(connection, ServerMessage(kind, {}, tensors), 5)
 
     return behave
 
 
-def say_nothing(connection: Connection, message: ServerMessage) -> None:
+def say_nothing(connection: Connection) -> None:
     pass
 
 
-def hang_up(connection: Connection, message: ServerMessage) -> None:
-    connection._group = None
+def hang_up(connection: Connection) -> None:
+    raise RuntimeError
 
 
 @pytest.mark.parametrize(
@@ -233,24 +198,36 @@ def hang_up(connection: Connection, message: ServerMessage) -> None:
         (answer_with((64, 8, 16), kind="echo"), "shapes"),
     ],
 )
-def test_a_wrong_server_is_struck_off(store, caplog, behave, reason):
+def test_a_wrong_server_is_struck_off(store, caplog, monkeypatch, behave, reason):
     """The rank gets no results, at once or after a bounded wait, asks it nothing more, and says why."""
+
+    class FalseConnection(Connection):
+        """Echoes, and does what ``behave`` does in place of an answer."""
+
+        def send(self, message: ServerMessage, timeout_s: float) -> None:
+            if message.kind == "echo":
+                super().send(message, timeout_s)
+            else:
+                behave(self)
+
+    monkeypatch.setattr(server, "Connection", FalseConnection)
+    monkeypatch.setattr(server, "REJOIN_S", 60.0)
     open_job(store)
-    number = false_server(store, behave)
     pool = pool_of(store)
-    use_servers(pool, 1)
-    pending = pool.ask(number, request_of(), 0.01)
-    begin = time.monotonic()
-    assert pending.result(20) is None
-    assert time.monotonic() - begin < client.LEAST_WAIT_S + 1.0
-    assert pool.ask(number, request_of(), 0.01) is None
-    (said,) = (message for message in caplog.messages if "strikes off" in message)
-    told = registry_of(store).reason_gone(number)
-    assert "server 0 (a test)" in said
-    assert "rank 0" in told
-    for text in (said, told):
-        assert re.search(reason, text)
-    use_servers(pool, 0)
+    with serving(store):
+        use_servers(pool, 1)
+        pending = pool.ask(0, request_of(), 0.01)
+        begin = time.monotonic()
+        assert pending.result(20) is None
+        assert time.monotonic() - begin < client.LEAST_WAIT_S + 1.0
+        assert pool.ask(0, request_of(), 0.01) is None
+        (said,) = (message for message in caplog.messages if "strikes off" in message)
+        told = registry_of(store).reason_gone(0)
+        assert "server 0 (" in said
+        assert "rank 0" in told
+        for text in (said, told):
+            assert re.search(reason, text)
+        use_servers(pool, 0)
 
 
 def test_an_announcement_with_another_token_is_not_seen(store):
