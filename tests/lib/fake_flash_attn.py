@@ -8,7 +8,6 @@ and torch 2.15. Gradients come from ``out`` and the [H, T] log-sum-exp that are 
 import inspect
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -72,6 +71,13 @@ CUDNN_BACKWARD = (
     "rng_state scale? window_size? backend?"
 )
 CUDNN_BACKEND = 3
+OTHER_NAMES = (
+    "query=q key=k value=v grad_out=dout softmax_lse=lse logsumexp=lse scale=softmax_scale causal=is_causal "
+    "cum_seq_q=cu_seqlens_q cum_seq_k=cu_seqlens_k cu_seq_q=cu_seqlens_q cu_seq_k=cu_seqlens_k max_q=max_seqlen_q "
+    "max_k=max_seqlen_k"
+)
+NAME_HERE = dict(pair.split("=") for pair in OTHER_NAMES.split())
+"""What an argument is called here, of all that libraries call it."""
 
 
 class Recorder:
@@ -85,47 +91,35 @@ class Recorder:
         self.dims: set[tuple[int, int]] = set()
 
     def call(self, arguments: dict[str, Any]) -> VarlenArgs:
-        cu_q, cu_k = (
-            _find(arguments, f"cu_seqlens_{x}", f"cum_seq_{x}", f"cu_seq_{x}")
-            for x in "qk"
-        )
-        max_q, max_k = (_find(arguments, f"max_seqlen_{x}", f"max_{x}") for x in "qk")
-        causal = _find(arguments, "is_causal", "causal")
+        cu_q, cu_k = (arguments[f"cu_seqlens_{x}"] for x in "qk")
+        max_q, max_k = (arguments[f"max_seqlen_{x}"] for x in "qk")
+        causal = arguments["is_causal"]
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert type(causal) is bool
         assert max_q >= int(cu_q.diff().max())
         assert max_k >= int(cu_k.diff().max())
-        if "cu_seqlens_q" not in arguments:  # torch's own
-            left, right = arguments.get("window_size") or [
-                arguments["window_size_left"],
-                arguments["window_size_right"],
-            ]
-            assert right == (0 if causal else -1)
-        else:
-            left = arguments.get("window_size_left", -1)
-            assert arguments.get("window_size_right", -1) == (0 if left >= 0 else -1)
+        left, right = arguments.get("window_size") or [
+            arguments.get(f"window_size_{side}", -1) for side in ("left", "right")
+        ]
+        is_bounded = causal if arguments["is_of_torch"] else left >= 0
+        assert right == (0 if is_bounded else -1)
         self.max_q.append(max_q)
         self.max_k.append(max_k)
         self.same_offsets.append(cu_q is cu_k)
-        scale = _find(arguments, "softmax_scale", "scale")
-        window = left + 1 if left >= 0 else None
         return VarlenArgs.from_numpy(
-            cu_q.numpy(), cu_k.numpy(), causal=causal, scale=scale, window=window
+            cu_q.numpy(),
+            cu_k.numpy(),
+            causal=causal,
+            scale=arguments["softmax_scale"],
+            window=left + 1 if left >= 0 else None,
         )
-
-
-def _find(arguments: dict[str, Any], *names: str) -> Any:
-    return next(arguments[name] for name in names if name in arguments)
 
 
 def attend(
     arguments: dict[str, Any], seen: Recorder, empty_lse: float
 ) -> tuple[Tensor, Tensor]:
     """out and [H, T] log-sum-exp; rows without keys have ``empty_lse``."""
-    q, k, v = (
-        _find(arguments, *names)
-        for names in (("q", "query"), ("k", "key"), ("v", "value"))
-    )
+    q, k, v = (arguments[name] for name in "qkv")
     seen.dims.add((k.shape[2], v.shape[2]))
     out, lse = CpuKernel().forward(q, k, v, seen.call(arguments))
     return out, lse.masked_fill(lse == -torch.inf, empty_lse).t().contiguous()
@@ -135,13 +129,9 @@ def attend_backward(
     arguments: dict[str, Any], seen: Recorder, empty_lse: float
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv in q's dtype."""
-    q, k, v = (
-        _find(arguments, *names)
-        for names in (("q", "query"), ("k", "key"), ("v", "value"))
+    q, k, v, dout, out, lse = (
+        arguments[name] for name in ("q", "k", "v", "dout", "out", "lse")
     )
-    dout = _find(arguments, "dout", "grad_out")
-    out = arguments["out"]
-    lse = _find(arguments, "softmax_lse", "logsumexp", "lse")
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == torch.float32
     assert out.shape == dout.shape == (*q.shape[:2], v.shape[2])
@@ -187,11 +177,9 @@ def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., An
 
     def run(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
         assert arguments["dropout_p"] == 0.0
-        assert arguments["max_k"] == int(arguments["cum_seq_k"].diff().max())
-        assert all(
-            arguments[name].is_contiguous() for name in ("query", "key", "value")
-        )
-        if "grad_out" in arguments:
+        assert arguments["max_seqlen_k"] == int(arguments["cu_seqlens_k"].diff().max())
+        assert all(arguments[name].is_contiguous() for name in "qkv")
+        if "dout" in arguments:
             return attend_backward(arguments, seen, torch.inf)
         assert arguments.get("num_splits") == (
             1
@@ -199,12 +187,7 @@ def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., An
             and torch.__version__ >= "2.13"
             else None
         )
-        return (
-            *attend(arguments, seen, torch.inf),
-            torch.empty(0),
-            torch.empty(0),
-            torch.empty(0),
-        )
+        return *attend(arguments, seen, torch.inf), *[torch.empty(0)] * 3
 
     function = _function(
         [f"{argument.name}?" for argument in op._schema.arguments], run
@@ -235,7 +218,7 @@ def fake_cudnn(seen: Recorder) -> SimpleNamespace:
 def _function(
     parameters: list[str], run: Callable[[dict[str, Any]], Any]
 ) -> Callable[..., Any]:
-    """A function of these parameters, which calls ``run`` with the arguments by name."""
+    """A function of these parameters, which calls ``run`` with the arguments by their names here."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     made = [
         inspect.Parameter(
@@ -248,15 +231,12 @@ def _function(
     signature = inspect.Signature(made)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return run(signature.bind(*args, **kwargs).arguments)
+        bound = signature.bind(*args, **kwargs).arguments
+        arguments = {NAME_HERE.get(name, name): x for name, x in bound.items()}
+        return run(arguments | {"is_of_torch": "query" in bound})
 
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
-
-
-FAKES: dict[int, Callable[[Recorder], ModuleType]] = {
-    generation: partial(make_fake, generation) for generation in NAMES
-}
 
 
 def install(

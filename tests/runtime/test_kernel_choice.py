@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import varlen as stock
 
-from tests.lib.fake_flash_attn import FAKES, NAMES, Recorder, install
+from tests.lib.fake_flash_attn import NAMES, Recorder, install, make_fake
 from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
 from torchtitan_cad.planning import AttentionShape
@@ -26,7 +26,7 @@ FA2, FA3, FA4 = (
 
 
 def modules(*generations: int) -> list[ModuleType]:
-    return [FAKES[generation](Recorder()) for generation in generations]
+    return [make_fake(generation, Recorder()) for generation in generations]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import torch
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.fake_flash_attn import (
     CAPABILITIES,
-    FAKES,
+    NAMES,
     Recorder,
     fake_cudnn,
     fake_operator,
     install,
+    make_fake,
     use_torch,
 )
 from tests.lib.kernels_reference import (
@@ -33,7 +34,7 @@ from torchtitan_cad.runtime.kernels.cpu import CpuKernel
 from torchtitan_cad.runtime.kernels.fused import FusedKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
-KERNELS = ["varlen", "cudnn", *FAKES]
+KERNELS = ["varlen", "cudnn", *NAMES]
 """The numbers are the generations of FlashAttention's own packages."""
 CALLS = [
     ([300, 1, 40], [300, 1, 40], True),
@@ -61,7 +62,7 @@ def make_kernel(
         for op in ("_forward_op", "_backward_op"):
             monkeypatch.setattr(varlen, op, fake_operator(getattr(varlen, op), seen))
         return varlen.VarlenKernel(), seen
-    install(monkeypatch, FAKES[name](seen), capability=CAPABILITIES[name])
+    install(monkeypatch, make_fake(name, seen), capability=CAPABILITIES[name])
     kernel = get_kernel("flash_attn", "cuda")
     assert kernel.library.generation == name
     return kernel, seen
@@ -136,7 +137,7 @@ def test_heads_are_padded_where_the_library_takes_one_size(monkeypatch, name, di
 DETERMINISTIC = "are_deterministic_algorithms_enabled"
 
 
-@pytest.mark.parametrize("generation", FAKES)
+@pytest.mark.parametrize("generation", NAMES)
 def test_determinism_is_passed_on(monkeypatch, generation):
     kernel, seen = make_kernel(monkeypatch, generation)
     call = VarlenArgs.from_numpy([0, 4], [0, 4], causal=True, scale=1.0)
@@ -173,11 +174,11 @@ def test_unsupported_inputs_are_refused(monkeypatch, name, dtype, dim):
 
 def test_packages_that_cannot_be_called_are_named(monkeypatch):
     """None, one for other devices, and one of another version."""
-    older = FAKES[3](Recorder())
+    older = make_fake(3, Recorder())
     del older._flash_attn_backward
     for modules, capability in (
         ([], (9, 0)),
-        ([FAKES[3](Recorder())], (10, 0)),
+        ([make_fake(3, Recorder())], (10, 0)),
         ([older], (9, 0)),
     ):
         install(monkeypatch, *modules, capability=capability)
