@@ -6,31 +6,20 @@ one machine. The error of another computation, on the same machine and the same 
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 FACTOR = 2.0
-FLOORS = {"rms": 1.0, "worst_row": 16.0}
+FLOORS = {"rms": 1.0, "worst row's": 16.0}
 """Roundings that are always allowed, for where the other computation happens to hit the exact numbers."""
 
 
-@dataclass(frozen=True)
-class Error:
-    """Relative error of a tensor in roundings, which are units of its dtype's eps.
+def errors_of(result: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Relative errors of a tensor in roundings, which are units of its dtype's eps: of all values together, and the
+    largest of a row (along dim 0), over the largest norm of a row of the reference.
 
-    Attributes:
-        rms: of all values together.
-        worst_row: the largest of a row (along dim 0), over the largest norm of a row of the reference.
-    """
-
-    rms: float
-    worst_row: float
-
-
-def error_of(result: Tensor, reference: Tensor) -> Error:
-    """Where the reference is infinite the result must be, with the same sign; a reference of zeros allows no error."""
+    Where the reference is infinite the result must be, with the same sign; a reference of zeros allows no error."""
     assert result.shape == reference.shape
     want, got = (
         x.detach().double().flatten(1) if x.dim() > 1 else x.detach().double()
@@ -42,15 +31,13 @@ def error_of(result: Tensor, reference: Tensor) -> Error:
     difference = got - want
     assert difference.isfinite().all(), "a value is not finite"
     if not difference.any():
-        return Error(0.0, 0.0)
+        return 0.0, 0.0
     if not want.any():
-        return Error(math.inf, math.inf)
+        return math.inf, math.inf
     rows, want_rows = (x if x.dim() == 1 else x.norm(dim=1) for x in (difference, want))
     eps = torch.finfo(result.dtype).eps
-    return Error(
-        float(rows.norm() / want_rows.norm()) / eps,
-        float(rows.abs().max() / want_rows.abs().max()) / eps,
-    )
+    of_all = float(rows.norm() / want_rows.norm()) / eps
+    return of_all, float(rows.abs().max() / want_rows.abs().max()) / eps
 
 
 def assert_as_exact(
@@ -64,13 +51,11 @@ def assert_as_exact(
         reference: the same in fp64, [shape of both].
         name: of what is compared, for the message.
     """
-    errors = error_of(result, reference)
-    other = error_of(independent, reference)
+    errors = errors_of(result, reference)
+    others = errors_of(independent, reference)
     # A reference in the result's own precision errs as much as the independent computation.
     factor = FACTOR if result.dtype != reference.dtype else FACTOR + 1
-    for kind, floor in FLOORS.items():
-        error = getattr(errors, kind)
-        bound = getattr(other, kind)
+    for (kind, floor), error, bound in zip(FLOORS.items(), errors, others, strict=True):
         assert error <= factor * bound + floor, (
             f"{name}: {kind} error of {error:.2f} roundings, the independent computation's is {bound:.2f}"
         )

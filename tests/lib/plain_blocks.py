@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.lib.accuracy import assert_as_exact
 from tests.lib.plans import random_plan
 from tests.lib.tables import check_plan
 from tests.lib.threaded import run_ranks
@@ -210,13 +211,8 @@ class NanoBatchesAndWhole:
                 train(self.run_whole(blocks, rank), blocks)
                 for blocks in (self.copied(wider), self.copied(self.dtype))
             )
-            for expected, *found in zip(exact, whole, of_halves, strict=True):
-                norm = expected.norm()
-                assert norm > 0
-                of_whole, error = (
-                    (x.to(wider) - expected).norm() / norm for x in found
-                )
-                assert error <= 2 * of_whole + 8 * torch.finfo(self.dtype).eps
+            for three in zip(of_halves, whole, exact, strict=True):
+                assert_as_exact(*three)
 
 
 def _any_plan(
