@@ -175,8 +175,13 @@ def replay(
     device = torch.device(options.device)
     times, copied = [], []
     for rank in range(plan.layout.num_ranks):
+        exchange = plan.exchange(rank)
         tables = PlanTables.from_exchange(
-            plan.exchange(rank), plan.moves_rows, device, plan.shape.head_dim**-0.5
+            exchange,
+            plan.moves_rows,
+            device,
+            scale=plan.shape.head_dim**-0.5,
+            chunks=exchange.most.in_one_chunk(),
         )
         times.append(replay_rank(tables, kernel, plan.shape, dtype, options))
         copied.append(copied_bytes(tables, plan.shape))

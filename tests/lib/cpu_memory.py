@@ -82,7 +82,7 @@ class CpuMemory:
         for tensors, row_format, rows, arrival in arrivals(
             messages, routes, begins, self.buffers
         ):
-            row_format.pack([tensor[rows] for tensor in tensors], out=arrival)
+            arrival.copy_(row_format.pack([tensor[rows] for tensor in tensors]))
         self.post(routes.receivers, word, number)
 
     def post(self, peers: Peers, word: int, number: int) -> None:

@@ -2,6 +2,7 @@
 """Run the kernel calls of one rank for a plan, after its rows have arrived."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -55,55 +56,45 @@ class RowSpace:
         return list(map(torch.cat, pairs))
 
 
-Compute = Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
-"""Computes a kernel's results for the rows of a call: results of queries first, then results of keys."""
-
-
+@dataclass(eq=False)
 class TaskRunner:
     """The kernel calls of a plan.
 
     A call's rows are gathered just before it runs, so at most one call's copies are in memory. The largest call runs
     first, when memory holds the fewest results.
 
-    Args:
+    Attributes:
         spaces: of queries and of keys.
-        compute: runs the kernel.
+        compute: runs the kernel on the rows of a call; returns results of queries first, then results of keys.
         gathered: called once no more rows will be read from them.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[KernelCall],
-        spaces: Sequence[RowSpace],
-        compute: Compute,
-        gathered: Callable[[], None],
-    ) -> None:
-        self._calls = calls
-        self._spaces = spaces
-        self._compute = compute
-        self._gathered = gathered
+    calls: Sequence[KernelCall]
+    spaces: Sequence[RowSpace]
+    compute: Callable[[Sequence[Tensor], VarlenArgs], tuple[Tensor, ...]]
+    gathered: Callable[[], None]
 
     def run(self) -> list[tuple[Tensor, ...]]:
         """Run the calls, once; returns their results in the plan's order."""
-        left = sorted(self._calls, key=lambda call: call.weighted_rows)
+        left = sorted(self.calls, key=lambda call: call.weighted_rows)
         results: dict[KernelCall, tuple[Tensor, ...]] = {}
         if not left:
             self._forget_rows()
         while left:
             call = left.pop()
             # No name holds the rows of a call while those of the next are gathered.
-            results[call] = self._compute(
+            results[call] = self.compute(
                 self._gather(call, is_last=not left), call.args
             )
-        return [results[call] for call in self._calls]
+        return [results[call] for call in self.calls]
 
     def _gather(self, call: KernelCall, *, is_last: bool) -> list[Tensor]:
-        queries, keys = self._spaces
+        queries, keys = self.spaces
         rows = queries.take(call.q_rows) + keys.take(call.kv_rows)
         if is_last:
             self._forget_rows()
         return rows
 
     def _forget_rows(self) -> None:
-        self._spaces = ()
-        self._gathered()
+        self.spaces = ()
+        self.gathered()

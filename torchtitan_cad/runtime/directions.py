@@ -62,19 +62,13 @@ def _outputs_like(rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
     return {"queries": [out, lse]}
 
 
-def _merge(
-    combination: Combination, partials: Partials, like: Sequence[Tensor]
-) -> list[Tensor]:
-    return combination.merge(partials, like[0])
-
-
 FORWARD = Direction(
     name="forward",
     results_name="outputs",
     trace_name="cad/attention",
     compute=_attend,
     results_like=_outputs_like,
-    combine=_merge,
+    combine=lambda combination, partials, like: combination.merge(partials, like[0]),
 )
 """Query rows: q. Results: out and its log-sum-exp, lse."""
 
@@ -95,19 +89,13 @@ def _gradients_like(rows: Sequence[Tensor]) -> dict[Kind, list[Tensor]]:
     return {"queries": [q], "keys": keys}
 
 
-def _add(
-    combination: Combination, partials: Partials, like: Sequence[Tensor]
-) -> list[Tensor]:
-    return combination.add(partials, like)
-
-
 BACKWARD = Direction(
     name="backward",
     results_name="gradients",
     trace_name="cad/attention backward",
     compute=_differentiate,
     results_like=_gradients_like,
-    combine=_add,
+    combine=lambda combination, partials, like: combination.add(partials, like),
 )
 """Query rows: dout, lse, delta (or out, by a plan of one plain kernel call), q. Results: gradients of q, k, v."""
 

@@ -89,7 +89,7 @@ class CoreAttentionEngine:
                 f"plan {key} moves rows: give the engine a transport, see build_transport"
             )
         exchange = plan.exchange(self.rank)
-        chunks = None
+        chunks = exchange.most.in_one_chunk()
         keeps = exchange.most.are_kept(plan.shape, self.kept_bytes)
         if self.transport is not None:
             row_bytes = RowBytes.of(plan.shape, keep=keeps)

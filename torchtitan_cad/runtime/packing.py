@@ -51,23 +51,19 @@ class RowFormat:
         self,
         tensors: Sequence[Tensor],
         rows: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """Gather ``rows`` (int64 [R], None for all) of every tensor into ``out``, a uint8 message [R, row_bytes]."""
-        message = out
-        if message is None:
-            num_rows = len(tensors[0] if rows is None else rows)
-            message = torch.empty(
-                num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device
-            )
+        """Gather ``rows`` (int64 [R], None for all) of every tensor into a uint8 message [R, row_bytes]."""
+        num_rows = len(tensors[0] if rows is None else rows)
+        message = torch.empty(
+            num_rows, self.row_bytes, dtype=torch.uint8, device=tensors[0].device
+        )
+        views = self.unpack(message)
         if triton.runs_on(message.device):
             from torchtitan_cad.runtime.triton.gather import GatheredRows
 
             nothing = [tensor[:0] for tensor in tensors]
-            row_spaces = GatheredRows(tensors, nothing)
-            row_spaces.gather(rows, outs=self.unpack(message))
+            GatheredRows(tensors, nothing).gather(rows, outs=views)
             return message
-        views = self.unpack(message)
         for tensor, view in zip(tensors, views, strict=True):
             view.copy_(tensor if rows is None else tensor.index_select(0, rows))
         return message

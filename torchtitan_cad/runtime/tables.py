@@ -83,7 +83,7 @@ class PlanTables:
         device: torch.device,
         scale: float,
         *,
-        chunks: Chunks | None = None,
+        chunks: Chunks,
         squares_only: bool = False,
         keeps: bool = False,
     ) -> "PlanTables":
@@ -91,7 +91,7 @@ class PlanTables:
 
         Args:
             scale: multiplies the scores before the softmax.
-            chunks: chunks of every kind of rows, by default one each.
+            chunks: of every kind of rows.
             squares_only: divide causal tasks for a kernel that takes squares only (``AttentionKernel``).
         """
         by_servers = _calls_of_servers(exchange, squares_only=squares_only)
@@ -106,19 +106,27 @@ class PlanTables:
         build_rows = partial(
             RowTables.build,
             num_own=len(own),
-            chunks=chunks or exchange.most.in_one_chunk(),
+            chunks=chunks,
             device=device,
             moves=moves,
         )
-        q_rows = [table.q_rows for table in computed]
-        kv_rows = [table.kv_rows for table in computed]
-        queries = build_rows(exchange.queries, "queries", q_rows)
-        keys = build_rows(exchange.keys, "keys", kv_rows)
+        queries = build_rows(
+            exchange.queries, "queries", [table.q_rows for table in computed]
+        )
+        keys = build_rows(exchange.keys, "keys", [table.kv_rows for table in computed])
 
         def kernel_call(table: CallTable, causal: bool) -> KernelCall:
-            window = exchange.window if causal else None
+            args = VarlenArgs.from_numpy(
+                table.cu_q,
+                table.cu_k,
+                causal=causal,
+                scale=scale,
+                device=device,
+                q_start=table.q_start,
+                window=exchange.window if causal else None,
+            )
             return KernelCall(
-                _varlen_args(table, causal, scale, window=window, device=device),
+                args,
                 _rows_of_call(table.q_rows, queries, device),
                 _rows_of_call(table.kv_rows, keys, device),
             )
@@ -194,25 +202,6 @@ def _together(*kinds: list[T]) -> list[tuple[T, ...]]:
     if all(len(chunks) == 1 for chunks in kinds):
         return [tuple(chunk for (chunk,) in kinds)]
     return [(chunk,) for chunk in chain(*kinds)]
-
-
-def _varlen_args(
-    table: CallTable,
-    causal: bool,
-    scale: float,
-    *,
-    window: int | None,
-    device: torch.device,
-) -> VarlenArgs:
-    return VarlenArgs.from_numpy(
-        table.cu_q,
-        table.cu_k,
-        causal=causal,
-        scale=scale,
-        device=device,
-        q_start=table.q_start,
-        window=window,
-    )
 
 
 def _rows_of_call(

@@ -80,10 +80,8 @@ class LedgerMemory(DeviceMemory):
             chosen = [rows] if isinstance(rows, Tensor) else []
             ledger.use([*parts, *chosen], [arrival], "put kernel")
             index = ledger.on_host(rows) if chosen else rows
-            row_format.pack(
-                [ledger.on_host(part)[index] for part in parts],
-                out=ledger.on_host(arrival),
-            )
+            sent = row_format.pack([ledger.on_host(part)[index] for part in parts])
+            ledger.on_host(arrival).copy_(sent)
         self.post(routes.receivers, word, number)
 
     def post(self, peers, word, number):

@@ -103,7 +103,17 @@ def usable_kernels(
     """Return the CUDA kernels of a name that can run, by title, the preferred first; and reasons against the others."""
     usable: dict[str, AttentionKernel] = {}
     reasons = list[str]()
-    for kernel_name, make in _makers(device):
+    version_4, version_3, version_2 = (
+        partial(FlashAttnKernel, library, device) for library in LIBRARIES
+    )
+    makers: list[tuple[str, Callable[[], AttentionKernel]]] = [
+        ("flash_attn", version_4),
+        ("flash_attn", version_3),
+        ("cudnn", partial(CudnnKernel, device)),
+        ("flash_attn", version_2),
+        ("varlen", VarlenKernel),
+    ]
+    for kernel_name, make in makers:
         if name not in ("auto", kernel_name):
             continue
         try:
@@ -135,20 +145,6 @@ def _launch(
     q, k, v, dout = random_rows(shape, torch.bfloat16, call)
     out, lse = kernel.forward(q, k, v, call)
     kernel.backward(dout, q, k, v, Merged(lse, row_delta(dout, out)), call)
-
-
-def _makers(device: torch.device) -> list[tuple[str, Callable[[], AttentionKernel]]]:
-    """Return the name and the constructor of every CUDA kernel, the preferred first."""
-    version_4, version_3, version_2 = (
-        partial(FlashAttnKernel, library, device) for library in LIBRARIES
-    )
-    return [
-        ("flash_attn", version_4),
-        ("flash_attn", version_3),
-        ("cudnn", partial(CudnnKernel, device)),
-        ("flash_attn", version_2),
-        ("varlen", VarlenKernel),
-    ]
 
 
 def _first(

@@ -19,6 +19,7 @@ send and receive (transport/far.py), into the same buffers.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -233,6 +234,7 @@ class SymmetricTransport:
         raise PeerError(self._describe([peer], word, phase, self.timeout_s()))
 
 
+@dataclass
 class _SymmetricPending(Pending):
     """Rows in the rank's symmetric buffers.
 
@@ -241,19 +243,13 @@ class _SymmetricPending(Pending):
     would keep memory until the host sees that the device is done, several layers later.
     """
 
-    def __init__(
-        self,
-        receive: Callable[[], list[Tensor]],
-        release: Callable[[], None],
-        sent: object,
-    ) -> None:
-        self._receive = receive
-        self._release = release
-        self._sent = sent
+    receive: Callable[[], list[Tensor]]
+    free: Callable[[], None]
+    sent: object
 
     def wait(self) -> list[Tensor]:
-        return self._receive()
+        return self.receive()
 
     def release(self) -> None:
-        self._release()
-        self._sent = None
+        self.free()
+        self.sent = None
