@@ -15,7 +15,6 @@ from tests.lib.reference import local_tokens
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration.loading.placement import (
     Placement,
-    _of_one_stage,
 )
 from torchtitan_cad.integration.loading.redistribution import (
     Redistribution,
@@ -127,8 +126,10 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
 
 def test_speeds_and_nodes_of_a_whole_pipeline_say_nothing_of_a_stage():
     config = PlannerConfig(ranks_per_node=4)
-    assert _of_one_stage(config, 6) == PlannerConfig()
-    assert _of_one_stage(config, 4) == PlannerConfig(ranks_per_node=4)
+    for dp, expected in ((6, PlannerConfig()), (4, config)):
+        topology = Topology(pp=2, dp=dp, cp=1, tp=1, across_stages=True)
+        placement = Placement(None, None, topology, 0, config, KINDS)
+        assert placement.config == expected
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,13 @@ def enable_cpu(before_import: Callable[[], None] | None = None) -> bool:
     _adapt_torch()
     if before_import is not None:
         before_import()
-    _import_with_cpu_device()
+    # torchtitan has no setting for the device: it binds `device_type`, "cuda" by default, when first imported.
+    # The patch ends with that import, because torch itself asks the same functions what hardware is present.
+    with (
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=_device_module()),
+    ):
+        importlib.import_module("torchtitan.tools.utils")
     _enabled = True
     return True
 
@@ -60,18 +66,6 @@ def _adapt_torch() -> None:
     warnings.filterwarnings(
         "ignore", r"DTensor .* may not have complete support on cpu device mesh"
     )
-
-
-def _import_with_cpu_device() -> None:
-    """torchtitan has no setting for the device: it binds `device_type`, "cuda" by default, when first imported.
-
-    The patch ends with that import, because torch itself asks the same functions what hardware is present.
-    """
-    with (
-        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
-        mock.patch("torch._utils._get_device_module", return_value=_device_module()),
-    ):
-        importlib.import_module("torchtitan.tools.utils")
 
 
 def _device_module() -> SimpleNamespace:

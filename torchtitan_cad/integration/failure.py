@@ -56,7 +56,10 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
     try:
         try:
             train()
-            _complete_checkpoint(trainer.checkpointer)
+            # a checkpoint is still being written when data end before the last step, which waits for its own
+            future = getattr(trainer.checkpointer, "save_future", None)
+            if future is not None:
+                future.result()
         except RuntimeError as error:
             if str(error).startswith(_DIVERGED):
                 current_session().confirm_exchanges()
@@ -81,13 +84,6 @@ def train_and_name_peers(trainer: Any, train: Callable[[], None]) -> None:
                 f"rank {rank} stopped at step {trainer.step} because {'; '.join(findings)}. Noticed as {noticed}"
             ) from error
         raise
-
-
-def _complete_checkpoint(checkpointer: Any) -> None:
-    """Wait for a checkpoint that is still being written when data end before the last step, which has its own."""
-    future = getattr(checkpointer, "save_future", None)
-    if future is not None:
-        future.result()
 
 
 def close_job(close: Callable[[], None]) -> None:

@@ -55,7 +55,6 @@ from torchtitan_cad.planning.placement.place import warm_up_placement
 from torchtitan_cad.runtime import rates, triton
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.hosts import host_name, number_hosts
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.liveness import PeerMonitor, store_of_attempt
 from torchtitan_cad.runtime.servers.client import ServerPool
@@ -72,6 +71,7 @@ class CadSession:
     _group: dist.ProcessGroup | None = None
     _ticks: Ticks | None = None
     _loader: PlanningLoader | None = None
+    _servers: ServerPool | None = None
     _placement: Placement | None = None
     _batches = 0
 
@@ -99,8 +99,19 @@ class CadSession:
         if self._config.ranks_per_node is None:
             nodes = ranks_per_host(self.hosts)
             self._config = replace(self._config, ranks_per_node=nodes)
-        self.kernel = self._choose_kernel()
-        self._servers = self._open_to_servers()
+        self.kernel = get_kernel(
+            self.cad.kernel,
+            self.device,
+            kernel_shape(job.kinds),
+            group=self._train_group,
+        )
+        for kind in job.kinds:
+            self.kernel.check(job.dtype, kind.shape)
+        if self.cad.servers:
+            cost = TileAreaCost(self._config.cost_tile)
+            self._servers = open_to_servers(
+                job, self.kernel, cost, group=self._train_group
+            )
         if self.redistributes:
             self._placement = self._build_placement()
 
@@ -154,9 +165,8 @@ class CadSession:
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     def _start_monitor(self, host_names: Sequence[str]) -> PeerMonitor:
-        default_store = dist.distributed_c10d._get_default_store()
         return PeerMonitor(
-            store_of_attempt(default_store),
+            store_of_attempt(dist.distributed_c10d._get_default_store()),
             self.rank,
             dist.get_world_size(),
             group=self.ranks,
@@ -169,24 +179,6 @@ class CadSession:
             interval_s=self.cad.heartbeat_seconds,
             stall_s=self.job.step_timeout_s / 2,
         )
-
-    def _choose_kernel(self) -> AttentionKernel:
-        """Return the kernel of all kinds of attention; the same on all ranks of the group."""
-        kernel = get_kernel(
-            self.cad.kernel,
-            self.device,
-            kernel_shape(self.job.kinds),
-            group=self._train_group,
-        )
-        for shape in (kind.shape for kind in self.job.kinds):
-            kernel.check(self.job.dtype, shape)
-        return kernel
-
-    def _open_to_servers(self) -> ServerPool | None:
-        if not self.cad.servers:
-            return None
-        cost = TileAreaCost(self._config.cost_tile)
-        return open_to_servers(self.job, self.kernel, cost, group=self._train_group)
 
     def _build_placement(self) -> Placement:
         world = range(dist.get_world_size())
@@ -318,7 +310,11 @@ class CadSession:
         self._batches += 1
         # As torchtitan does for its own groups: after the first step, lazy initialisation is over.
         if self._batches == self.job.accumulation + 1 and self._group is not None:
-            _set_timeout(self._group, self.job.step_timeout_s)
+            # torchtitan's own ``set_pg_timeouts`` does not know the group; the first is of torch 2.15
+            set_timeout = getattr(
+                dist, "set_timeout", dist.distributed_c10d._set_pg_timeout
+            )
+            set_timeout(timedelta(seconds=self.job.step_timeout_s), self._group)
 
     def rows_per_microbatch(self, rows: int) -> int:
         """Count the rows, of a batch of ``rows``, that go through the model together."""
@@ -362,20 +358,13 @@ def cad_group(topology: Topology, timeout_s: float) -> dist.ProcessGroup:
 
     In FSDP's, exchanges of rows would queue behind its collectives, and a timeout set for one would hold for all.
     """
-    world = range(dist.get_world_size())
-    groups = dict.fromkeys(tuple(topology.group_ranks(rank)) for rank in world)
-    group, _ = dist.new_subgroups_by_enumeration(
-        [list(ranks) for ranks in groups], timedelta(seconds=timeout_s)
-    )
+    ranks = range(dist.get_world_size())
+    groups = [
+        topology.group_ranks(rank) for rank in ranks if not topology.group_rank(rank)
+    ]
+    group, _ = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=timeout_s))
     assert group is not None
     return group
-
-
-def _set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Bound every wait on ``group``, which torchtitan's own ``set_pg_timeouts`` does not know."""
-    # the first is of torch 2.15
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-    set_timeout(timedelta(seconds=seconds), group)
 
 
 _session: CadSession | None = None

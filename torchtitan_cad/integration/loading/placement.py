@@ -64,8 +64,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         self._per_stage = self.topology.dp * self.topology.cp
-        if self.topology.group_stages > 1:
-            self.config = _of_one_stage(self.config, self._per_stage)
+        node = self.config.ranks_per_node
+        if self.topology.group_stages > 1 and node and self._per_stage % node:
+            # homes are on the ranks of a stage, which such nodes do not divide
+            self.config = dataclasses.replace(self.config, ranks_per_node=None)
 
     def can_redistribute(self, inputs: Mapping[str, Tensor], labels: Tensor) -> bool:
         """Tell whether a batch can be redistributed, see ``check_redistributable``; log once, or with ``strict`` raise,
@@ -204,12 +206,3 @@ class Placement:
                 "pipeline stages or tensor-parallel ranks redistribute a batch's tokens to different homes: all ranks "
                 "must run the same version of torchtitan_cad and numpy with the same [cad] table, and load equal rows"
             )
-
-
-def _of_one_stage(config: PlannerConfig, num_ranks: int) -> PlannerConfig:
-    """Return what holds for homes on the ``num_ranks`` ranks of each stage in a group."""
-    node = config.ranks_per_node
-    return dataclasses.replace(
-        config,
-        ranks_per_node=None if node and num_ranks % node else node,
-    )

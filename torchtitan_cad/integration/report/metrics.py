@@ -177,12 +177,12 @@ def _log_line(figures: dict[str, Any]) -> str:
         hosts = f"; {figures['bytes_between_hosts'] / 1e6:.2f} MB between hosts"
     if "exposed_percent" in figures:
         exposed = f" (exposed wait {figures['exposed_percent']:.1f}% of the step)"
-    used = f"  mfu {figures['mfu_percent']:.2f}% by documents"
     return (
         f"cad: imbalance {figures['imbalance_before']:.3f} -> {figures['imbalance_after']:.3f}  "
         f"moved {figures['tasks_moved']:.0f} of {figures['tasks']:.0f} tasks{served}, "
         f"{figures['bytes_per_rank_mean'] / 1e6:.2f} MB per rank and forward layer "
         f"(worst {figures['bytes_per_rank_max'] / 1e6:.2f}{hosts})  "
         f"plan {figures['plan_seconds'] * 1e3:.1f} ms  "
-        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}{used}"
+        f"exchange {figures['exchange_seconds'] * 1e3:.0f} ms{exposed}  "
+        f"mfu {figures['mfu_percent']:.2f}% by documents"
     )

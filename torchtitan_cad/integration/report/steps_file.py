@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +19,44 @@ DOCUMENTS_VERSION = 1
 """Version of the lines of ``DOCUMENTS_NAME``."""
 
 
+@dataclass
 class StepsFile:
     """Appends lines to a file, after those of earlier runs; a last line that a kill has cut is removed.
 
     A file that cannot be written to is no reason to stop training: it is one warning.
 
-    Args:
+    Attributes:
         find_path: gives the path, at the first step. May raise OSError.
         reader: command that reads the file.
+        path: of the file; None before the first step.
     """
 
-    def __init__(self, find_path: Callable[[], Path], reader: str) -> None:
-        self.path: Path | None = None
-        self._find_path = find_path
-        self._reader = reader
-        self._has_failed = False
+    find_path: Callable[[], Path]
+    reader: str
+    path: Path | None = None
+    _has_failed: bool = False
 
     def append(self, step: dict[str, Any]) -> None:
-        """Write the line of a step."""
+        """Write the line of a step after the last whole one."""
         try:
             if self.path is None:
-                self.path = self._find_path()
+                self.path = self.find_path()
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 logger.info(
-                    f"CAD writes steps to {self.path}, which `torchtitan-cad {self._reader}` reads"
+                    f"CAD writes steps to {self.path}, which `torchtitan-cad {self.reader}` reads"
                 )
-            _append_line(self.path, to_json(step))
+            with self.path.open("a+b") as file:
+                size = file.tell()
+                file.seek(max(0, size - 1))
+                if size and file.read() != b"\n":
+                    file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+                file.write(f"{to_json(step)}\n".encode())
         except OSError as error:
             if not self._has_failed:
                 logger.warning(
                     f"CAD cannot write this step, and tries again with every other: {error}"
                 )
             self._has_failed = True
-
-
-def _append_line(path: Path, text: str) -> None:
-    """Write a line after the last whole one."""
-    with path.open("a+b") as file:
-        size = file.tell()
-        file.seek(max(0, size - 1))
-        if size and file.read() != b"\n":
-            file.truncate(path.read_bytes().rfind(b"\n") + 1)
-        file.write(f"{text}\n".encode())
 
 
 def new_path(folder: str) -> Path:

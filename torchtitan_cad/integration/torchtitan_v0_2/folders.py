@@ -25,7 +25,16 @@ _WRITTEN = (
 def check_folders(config: JobConfig) -> None:
     """Raise ValueError if the job cannot write where it says, or there is no checkpoint where it is to go on."""
     for key in _WRITTEN:
-        _check_writable(config, key)
+        value = read_key(config, key)
+        folder = Path(config.job.dump_folder, value)
+        try:
+            # as access rights do not tell all
+            tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
+        except OSError as error:
+            raise ValueError(
+                f"{key} = {value!r}: cannot write to it: {error.strerror}; set it or job.dump_folder to a folder that "
+                "can be written to"
+            ) from error
     resumed_from(config)
 
 
@@ -79,16 +88,3 @@ def nearest_folder(folder: Path) -> Path:
     """Return ``folder``, or the nearest one above that is there."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _check_writable(config: JobConfig, key: str) -> None:
-    """Make and remove an unnamed file in the nearest folder that is there, as access rights do not tell all."""
-    value = read_key(config, key)
-    folder = Path(config.job.dump_folder, value)
-    try:
-        tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
-    except OSError as error:
-        raise ValueError(
-            f"{key} = {value!r}: cannot write to it: {error.strerror}; set it or job.dump_folder to a folder that can "
-            "be written to"
-        ) from error

@@ -116,7 +116,14 @@ def check_table(table: dict[str, Any], config_cls: Any, prefix: str = "") -> Non
                 raise ValueError(f"{name} = {value!r}: write a table [{name}]")
             check_table(value, kind, f"{name}.")
         elif _is_of_toml(kind):
-            _check_type(name, value, kind)
+            items = CollectionCheckStrategy.ALL_ITEMS
+            try:
+                check_type(value, kind, collection_check_strategy=items)
+            except TypeCheckError:
+                wanted = inspect.formatannotation(kind)
+                raise ValueError(
+                    f"{name} = {value!r}: set a value of type {wanted}"
+                ) from None
 
 
 def _is_of_toml(kind: Any) -> bool:
@@ -125,12 +132,3 @@ def _is_of_toml(kind: Any) -> bool:
     if origin in (list, Union, UnionType):
         return all(map(_is_of_toml, get_args(kind)))
     return origin is Literal or kind in (bool, int, float, str, NoneType)
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    items = CollectionCheckStrategy.ALL_ITEMS
-    try:
-        check_type(value, kind, collection_check_strategy=items)
-    except TypeCheckError:
-        wanted = inspect.formatannotation(kind)
-        raise ValueError(f"{name} = {value!r}: set a value of type {wanted}") from None

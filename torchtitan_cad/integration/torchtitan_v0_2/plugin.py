@@ -106,7 +106,10 @@ def on_config(config: JobConfig) -> None:
     restore()
     begin_run()
     if not has_cad(config):
-        _prepare_stock(config)
+        import_custom(config)
+        _leave_out_document_ids()
+        if config.training.dataset == SYNTHETIC:
+            _override(config.model.name, registered_spec(config))
         return
     spec = check_start(config)
     name = config.model.name
@@ -130,13 +133,6 @@ def on_config(config: JobConfig) -> None:
         )
         upstream.normalize_pipeline_gradients(trainer_cls)
         name_dead_peers(trainer_cls)
-
-
-def _prepare_stock(config: JobConfig) -> None:
-    import_custom(config)
-    _leave_out_document_ids()
-    if config.training.dataset == SYNTHETIC:
-        _override(config.model.name, registered_spec(config))
 
 
 def restore() -> None:

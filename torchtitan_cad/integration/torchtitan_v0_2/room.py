@@ -42,6 +42,9 @@ def read_parts(
         job: the same as CAD sees it.
     """
     model_args = parts[0].model_args
+    in_flight = job.microbatches  # of schedules but 1F1B, as if all were
+    if config.parallelism.pipeline_parallel_schedule == "1F1B":
+        in_flight = min(in_flight, job.topology.pp)
     return RankParts(
         modules=parts,
         hidden=model_args.dim,
@@ -50,12 +53,5 @@ def read_parts(
         row_tokens=config.training.seq_len,
         checkpointing=of_layers(config),
         compiles_loss=config.compile.enable and "loss" in config.compile.components,
-        microbatches_in_flight=_microbatches_in_flight(config, job),
+        microbatches_in_flight=in_flight,
     )
-
-
-def _microbatches_in_flight(config: JobConfig, job: Job) -> int:
-    """Count the microbatches between forward and backward, at most; schedules but 1F1B count as if all were."""
-    if config.parallelism.pipeline_parallel_schedule == "1F1B":
-        return min(job.microbatches, job.topology.pp)
-    return job.microbatches

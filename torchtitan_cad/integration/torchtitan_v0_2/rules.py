@@ -256,7 +256,20 @@ def _of_pipelines(config: JobConfig) -> Iterator[Refusal]:
         "set parallelism.pipeline_parallel_microbatch_size to a divisor of it",
     )
     if schedule in _SPLIT_BACKWARD:
-        yield from _of_split_backward(config)
+        section = config.activation_checkpoint
+        cannot = "torch cannot compute gradients of inputs and of weights apart"
+        yield (
+            _SCHEDULE,
+            compiles_model(config),
+            f"{cannot} with compile.enable = true; set that to false, or the schedule to 'Interleaved1F1B'",
+        )
+        yield (
+            _SCHEDULE,
+            selects_operators(checkpointing(config) if has_cad(config) else section),
+            f"{cannot} where activation_checkpoint.selective_ac_option = 'op' or cad.recompute_attention = false keep "
+            "some; set activation_checkpoint.mode to 'full' and cad.recompute_attention to true, or the schedule to "
+            "'Interleaved1F1B'",
+        )
     if config.validation.enable:
         # Two consecutive stages share a rank, and torch's eval() asks the later one for gradients.
         yield (
@@ -291,23 +304,6 @@ def _schedule_class(config: JobConfig) -> Any:
         raise ValueError(
             f"{_SCHEDULE} = {name!r}: set it to one of torch's, such as '1F1B', or to {listed}"
         ) from None
-
-
-def _of_split_backward(config: JobConfig) -> Iterator[Refusal]:
-    section = config.activation_checkpoint
-    cannot = "torch cannot compute gradients of inputs and of weights apart"
-    yield (
-        _SCHEDULE,
-        compiles_model(config),
-        f"{cannot} with compile.enable = true; set that to false, or the schedule to 'Interleaved1F1B'",
-    )
-    yield (
-        _SCHEDULE,
-        selects_operators(checkpointing(config) if has_cad(config) else section),
-        f"{cannot} where activation_checkpoint.selective_ac_option = 'op' or cad.recompute_attention = false keep "
-        "some; set activation_checkpoint.mode to 'full' and cad.recompute_attention to true, or the schedule to "
-        "'Interleaved1F1B'",
-    )
 
 
 def of_cad(config: JobConfig, ranks: int | None) -> Iterator[Refusal]:

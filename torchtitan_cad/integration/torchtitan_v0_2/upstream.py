@@ -16,6 +16,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ def _has(file: str, code: str) -> bool:
     return code in Path(torchtitan.__path__[0], file).read_text()
 
 
+@dataclass(eq=False)
 class GradientScaledLoss:
     """A loss whose value is unchanged and whose gradient is multiplied by ``scale`` (a number or tensor; None: 1).
 
@@ -41,11 +43,8 @@ class GradientScaledLoss:
     every backward reduces the gradients accumulated so far once more.)
     """
 
-    def __init__(
-        self, loss_fn: Callable[..., Tensor], scale: float | Tensor | None = None
-    ) -> None:
-        self.loss_fn = loss_fn
-        self.scale = scale
+    loss_fn: Callable[..., Tensor]
+    scale: float | Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.loss_fn(*args, **kwargs)

@@ -2,7 +2,6 @@
 """Reads a ``Job`` from torchtitan 0.3.0's config."""
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -79,9 +78,15 @@ def recipe_kinds(config: Trainer.Config, tp: int) -> tuple[AttentionKind, ...]:
     for name, attentions in layers.items():
         if attentions:
             attention = attentions[0]
-            shape = attention_shape(attention, tp, dtype.itemsize)
-            if name == "window":
-                shape = replace(shape, window=attention.sliding_window_size)
+            shape = AttentionShape(
+                num_heads=attention.n_heads // tp,
+                num_kv_heads=key_heads(attention) // tp,
+                head_dim=_head_dim(attention),
+                dtype_bytes=dtype.itemsize,
+                value_dim=getattr(attention, "v_head_dim", None),
+                shared_dim=getattr(attention, "qk_rope_head_dim", 0),
+                window=attention.sliding_window_size if name == "window" else None,
+            )
             scale = score_scale(attention)
             kinds.append(AttentionKind(name, len(attentions), shape, scale=scale))
     return tuple(kinds)
@@ -91,18 +96,6 @@ def layer_kind(attention: Any, seq_len: int) -> KindName:
     """Name the kind of attention of a layer, on rows of ``seq_len`` tokens."""
     window = getattr(attention, "sliding_window_size", None)
     return "full" if window is None or seq_len <= window else "window"
-
-
-def attention_shape(attention: Any, tp: int, dtype_bytes: int) -> AttentionShape:
-    """Return a layer's attention shape in a TP rank, without a window."""
-    return AttentionShape(
-        num_heads=attention.n_heads // tp,
-        num_kv_heads=key_heads(attention) // tp,
-        head_dim=_head_dim(attention),
-        dtype_bytes=dtype_bytes,
-        value_dim=getattr(attention, "v_head_dim", None),
-        shared_dim=getattr(attention, "qk_rope_head_dim", 0),
-    )
 
 
 def key_heads(attention: Any) -> int:
