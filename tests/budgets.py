@@ -14,7 +14,7 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Source:
         text = path.read_text()
         self.place = path.relative_to(folder).as_posix()
         self.tree = ast.parse(text)
-        self.tokens: Counter[int] = Counter()
+        self.tokens = Counter()
         docstrings = {
             node.lineno
             for node in self.nodes(ast.Expr)
@@ -133,7 +133,7 @@ def pronouns(source: Source) -> Iterator[ast.AST]:
             yield node
 
 
-RULES: dict[str, Callable[[Source], Iterator[ast.AST]]] = {
+RULES = {
     "splats": splats,
     "walruses_in_and": walruses_in_and,
     "tuple_assignments": tuple_assignments,

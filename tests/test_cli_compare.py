@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from tests.lib.jobs.compositions import TOLERANCE
-from tests.lib.jobs.harness import parse_job, tokenizer_folder
+from tests.lib.jobs.harness import tokenizer_folder
+from tests.lib.processes import run_processes, values
 from tests.lib.refusals import refusal
+from torchtitan_cad.integration.config import Cad
 from torchtitan_cad.integration.loading.documents import DocumentRule
-from torchtitan_cad.integration.report.statistics import StepStatistics
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools import compare
 from torchtitan_cad.tools.main import main
 
 enable_cpu()
 
-from torchtitan_cad.runtime.kernels.cpu import CpuKernel  # noqa: E402
 from torchtitan_cad.tools.compare import comparison, measured  # noqa: E402
 from torchtitan_cad.tools.compare.comparison import Comparison, Runs  # noqa: E402
 from torchtitan_cad.tools.simulated_job import read_simulated_job  # noqa: E402
@@ -212,8 +212,8 @@ def test_sigterm_ends_a_comparison_as_ctrl_c_does():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
-    """All 2 x 4 context- and tensor-parallel ranks of a data-parallel coordinate count the same 4,096 labels."""
+def record_a_step(group, records: Path) -> None:
+    """Record a step whose documents take 1,000 s to note, in a rank with 8 that share the tokens of rows."""
     from torchtitan.train import Trainer
 
     now = [0.0]
@@ -230,19 +230,10 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
         trainer.metrics_processor.log(trainer.step, 8.0, 8.5, 1.5)
 
     clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
-    monkeypatch.setattr(measured, "time", clock)
-    monkeypatch.setattr(DocumentRule, "lengths", slow_rows)
-    monkeypatch.setattr(Trainer, "forward_backward_step", lambda *_, **__: None)
-    monkeypatch.setattr(Trainer, "train_step", train_step)
-    for changed, name in (
-        (Trainer, "forward_backward_step"),
-        (StepStatistics, "drain"),
-        (CpuKernel, "forward"),
-        (CpuKernel, "backward"),
-    ):
-        monkeypatch.setattr(changed, name, getattr(changed, name))  # back to it
-    monkeypatch.setattr(measured.dist, "barrier", lambda: None)
-    records = tmp_path / "rank0.jsonl"
+    measured.time = clock
+    DocumentRule.lengths = slow_rows
+    Trainer.forward_backward_step = lambda *_, **__: None
+    Trainer.train_step = train_step
     measured._record_steps(
         records,
         on_cpu=True,
@@ -254,11 +245,17 @@ def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path, monkeypatch):
         ntokens_seen=100,
         metrics_processor=SimpleNamespace(log=lambda *args: None),
         parallel_dims=SimpleNamespace(non_data_parallel_size=8),
-        job_config=parse_job(tmp_path, "--parallelism.no-cad"),
+        job_config=SimpleNamespace(cad=Cad(), parallelism=SimpleNamespace(cad=False)),
         model_args=SimpleNamespace(vocab_size=2048, attn_mask_type="causal"),
         tokenizer=SimpleNamespace(eos_id=0),
     )
     Trainer.train_step(trainer)
+
+
+def test_tokens_of_ranks_add_up_to_the_global_batch(tmp_path):
+    """All 2 x 4 context- and tensor-parallel ranks of a data-parallel coordinate count the same 4,096 labels."""
+    records = tmp_path / "rank0.jsonl"
+    values(run_processes(1, record_a_step, records))
     figures = json.loads(records.read_text())
     assert 8 * figures["tokens"] == 4096
     assert (figures["loss"], figures["gradient_norm"]) == (8.0, 1.5)

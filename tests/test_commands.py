@@ -111,7 +111,6 @@ def run_main(name: str) -> None:
     if hasattr(module, "__path__"):
         module = import_module(f"{name}.__main__")
     block = ast.parse(inspect.getsource(module)).body[-1]
-    assert isinstance(block, ast.If)
     exec(compile(ast.Module(block.body, []), name, "exec"), vars(module))
 
 

@@ -15,7 +15,7 @@ from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 from torchtitan_cad.planning.serialize import layout_to_dict
 from torchtitan_cad.tools.main import main
 
-VALUES: list[Any] = [
+VALUES = [
     *(None, True, False, "no", "128", "", "1_000", "١٢", "9" * 5000, 128.9),
     *(0, -1, 1, 3, 128, 2**31, 2**62, 2**63, 2**70, 10**400),
     *(1e18, 1e100, 1e308, -1e300, float("nan"), float("inf")),

@@ -208,7 +208,7 @@ SHARED = {
     "transports": {"cad": "symm_mem, ..."},
     "multiprocessors": [[66, 66], [66, 66]],
 }
-ALL_MET: goals.Figures = {
+ALL_MET = {
     "environment": {"device": {"multiprocessors": 132}},
     "sharing": SHARED,
     "sharing-compiled": copy.deepcopy(SHARED),

@@ -2,6 +2,7 @@
 """Layouts to plan in tests: named families, drawn by hypothesis or by seed."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,34 +16,25 @@ from torchtitan_cad.planning import AttentionShape, PlannerConfig, TokenLayout
 class Case:
     """One layout with the configuration to plan it under; prints what reproduces it."""
 
-    family: str
+    family: Callable[..., Ranks]
     num_ranks: int
     tokens: int
-    min_shard: int
-    tolerance: float
-    tile: int
+    config: PlannerConfig
     seed: int
-
-    @property
-    def config(self) -> PlannerConfig:
-        return PlannerConfig(
-            tolerance=self.tolerance, min_shard=self.min_shard, tile=self.tile
-        )
 
     def layout(self) -> TokenLayout:
         rng = np.random.default_rng(self.seed)
-        family = FAMILIES[self.family]
-        ranks = family(rng, self.num_ranks, self.tokens, self.min_shard)
+        ranks = self.family(rng, self.num_ranks, self.tokens, self.config.min_shard)
         return TokenLayout.from_segments(ranks)
 
     def small(self, most_ranks: int, most_tokens: int) -> "Case":
         """The case with so few ranks, and tokens on each, that every token can be looked at."""
+        shard = min(self.config.min_shard, 16)
         return replace(
             self,
             num_ranks=min(self.num_ranks, most_ranks),
             tokens=1 + self.tokens % most_tokens,
-            min_shard=min(self.min_shard, 16),
-            tile=8,
+            config=replace(self.config, min_shard=shard, tile=8),
         )
 
 
@@ -126,21 +118,16 @@ def _at_tolerance(rng, num_ranks, tokens, min_shard):
     return contiguous([length] * sum(counts), [length * count for count in counts])
 
 
-FAMILIES = {
-    "packed": _packed,
-    "spanning": _spanning,
-    "shuffled": _shuffled,
-    "giant": _giant,
-    "at_tolerance": _at_tolerance,
-}
-
 cases = st.builds(
     Case,
-    family=st.sampled_from(list(FAMILIES)),
+    family=st.sampled_from([_packed, _spanning, _shuffled, _giant, _at_tolerance]),
     num_ranks=st.one_of(st.integers(1, 8), st.integers(1, 64)),
     tokens=st.one_of(st.integers(1, 100), st.integers(100, 2500)),
-    min_shard=st.sampled_from([1, 16, 64, 100, 128, 256]),
-    tolerance=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
-    tile=st.sampled_from([128, 128, 64, 1]),
+    config=st.builds(
+        PlannerConfig,
+        min_shard=st.sampled_from([1, 16, 64, 100, 128, 256]),
+        tolerance=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
+        tile=st.sampled_from([128, 128, 64, 1]),
+    ),
     seed=st.integers(0, 2**32 - 1),
 )

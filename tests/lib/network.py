@@ -57,20 +57,26 @@ class Nodes:
 
     def _add(self) -> None:
         switch = self._space("switch")
-        _run(f"ip netns add {switch}")
-        _run(f"ip -n {switch} link add bridge type bridge")
-        _run(f"ip -n {switch} link set bridge up")
+        commands = [
+            f"ip netns add {switch}",
+            f"ip -n {switch} link add bridge type bridge",
+            f"ip -n {switch} link set bridge up",
+        ]
         for node in range(self.count):
             space = self._space(node)
             port = f"port{node}"
-            _run(f"ip netns add {space}")
             peer = f"peer name {port} netns {switch}"
-            _run(f"ip link add eth0 netns {space} type veth {peer}")
-            _run(f"ip -n {space} addr add {self.address(node)}/24 dev eth0")
-            _run(f"ip -n {space} link set lo up")
-            _run(f"ip -n {space} link set eth0 up")
-            _run(f"ip -n {switch} link set {port} up")
-            _run(f"ip -n {switch} link set {port} master bridge")
+            commands += [
+                f"ip netns add {space}",
+                f"ip link add eth0 netns {space} type veth {peer}",
+                f"ip -n {space} addr add {self.address(node)}/24 dev eth0",
+                f"ip -n {space} link set lo up",
+                f"ip -n {space} link set eth0 up",
+                f"ip -n {switch} link set {port} up",
+                f"ip -n {switch} link set {port} master bridge",
+            ]
+        for command in commands:
+            _run(command)
 
     def close(self) -> None:
         """End the nodes' processes and remove the nodes."""

@@ -10,15 +10,9 @@ from pathlib import Path
 
 def copy_torchtitan(destination: Path, *patches: Path) -> Path:
     """Copy the installed torchtitan below `destination`, apply patches there, and return the folder to import from."""
-    spec = find_spec("torchtitan")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    installed = Path(spec.submodule_search_locations[0])
-    shutil.copytree(
-        installed,
-        destination / "torchtitan",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    (installed,) = find_spec("torchtitan").submodule_search_locations
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(installed, destination / "torchtitan", ignore=ignored)
     for patch in patches:
         apply_patch(destination, patch)
     return destination

@@ -53,8 +53,8 @@ class Prose:
         self.is_written = False
         self.is_comparable = True
         """False if other versions of Python or torch wrote the file, whose own words are in some errors."""
-        self.test: str | None = None
-        self.texts: dict[str, list[str]] = {}
+        self.test = None
+        self.texts = {}
 
     def begin(self, item: pytest.Item) -> None:
         is_drawn = item.path.name in DRAWN

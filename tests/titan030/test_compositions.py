@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.lib.jobs.compositions import cad_summary, options
+from tests.lib.jobs.compositions import cad_steps, cad_summary, options
 from tests.lib.jobs.harness import RunResult
 from tests.titan030.harness import run, squared_norms
 
@@ -127,3 +127,8 @@ def test_trains_like_the_recipe_without_cad(case, homes):
     assert result.graphs == [result.graphs[0]] * 3, "compiled anew"
     if homes == "loader":
         assert cad_summary(result)["tasks_moved"] > 0
+        for step in cad_steps(result):
+            assert min(step["pairs_per_token"]) >= 1
+            assert max(step["pairs_per_token"]) <= (128 + 1) / 2
+            assert step["tokens_per_second"] > 0
+            assert step["mfu_percent"] > 0

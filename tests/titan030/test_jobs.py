@@ -19,6 +19,8 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.trainer import Trainer
 
+from tests.lib.jobs.compositions import options
+from tests.lib.sets import matrix
 from tests.titan030 import tiny
 from tests.titan030.harness import run, squared_norms
 from torchtitan_cad.integration.torchtitan_v0_3 import parts
@@ -38,30 +40,19 @@ CHECKPOINTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        pytest.param(
-            ("--parallelism.pipeline_parallel_degree=2",), marks=pytest.mark.matrix
-        ),
-    ],
-    ids=["fsdp2", "pp2"],
-)
-def test_a_shadow_trains_as_stock_to_the_bit(options, tmp_path):
-    stock = run("llama3_deep", *options, with_cad=False)
-    shadow = run("llama3_deep", "--cad.shadow", *options, dump_folder=tmp_path)
+@pytest.mark.parametrize("words", ["", pytest.param("stages2", marks=matrix)])
+def test_a_shadow_trains_as_stock_to_the_bit(words, tmp_path):
+    job = ("llama3_deep", *options(words))
+    stock = run(*job, with_cad=False)
+    shadow = run(*job, "--cad.shadow", dump_folder=tmp_path)
     assert (shadow.losses, shadow.grad_norms) == (stock.losses, stock.grad_norms)
     (record,) = tmp_path.rglob("steps.jsonl")
     steps = [json.loads(line) for line in record.read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
-    microbatches = len(steps[0]["microbatches"])
-    assert microbatches == (2 if options else 1)
+    assert len(steps[0]["microbatches"]) == (2 if words else 1)
 
 
-@pytest.mark.parametrize(
-    "first", [False, True], ids=["stock_then_cad", "cad_then_stock"]
-)
+@pytest.mark.parametrize("first", [False, True])
 def test_a_checkpoint_of_one_resumes_in_the_other(first, tmp_path):
     whole = run("llama3", *CHECKPOINTS, with_cad=first, dump_folder=tmp_path)
     shutil.rmtree(tmp_path / "checkpoint" / "step-4")
@@ -187,8 +178,10 @@ def test_refused_in_one_line(changes, message, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("module", ["float8", "mx", "nvfp4"])
-def test_quantized_models_are_refused(module, monkeypatch):
+@pytest.mark.parametrize(
+    "name", ["float8.Float8Linear", "mx.MXFP8Linear", "nvfp4.NVFP4Linear"]
+)
+def test_quantized_models_are_refused(name, monkeypatch):
     """Without torchao, by a class in place of torchtitan's, which is None then."""
 
     class Quantized(Linear):
@@ -196,9 +189,7 @@ def test_quantized_models_are_refused(module, monkeypatch):
         class Config(Linear.Config):
             pass
 
-    name = {"float8": "Float8Linear", "mx": "MXFP8Linear", "nvfp4": "NVFP4Linear"}
-    package = "torchtitan.components.quantization"
-    monkeypatch.setattr(f"{package}.{module}.{name[module]}", Quantized)
+    monkeypatch.setattr(f"torchtitan.components.quantization.{name}", Quantized)
     config = tiny.with_cad("llama3")
     check_recipe(config)
     model = config.model_spec.model

@@ -51,7 +51,7 @@ DATASETS["mine"] = DatasetConfig(
 _extra_train_specs["mine"] = dataclasses.replace(
     stock, model_cls=Derived, model_args={"small": args}
 )
-OTHERS: dict[str, type[nn.Module]] = {
+OTHERS = {
     "own_masks": OwnMasks,
     "own_forward": OwnForward,
     "no_masks": NoMasks,

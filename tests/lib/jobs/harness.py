@@ -247,7 +247,7 @@ class _RankServer:
         self._process.wait()
 
 
-_servers: dict[tuple[Path, ...], _RankServer] = {}
+_servers = {}
 
 
 def start_server(pythonpath: tuple[Path, ...] = ()) -> _RankServer:

@@ -30,7 +30,6 @@ MARK = "LAUNCHED_BY_TEST"
 
 def read_lines(process: subprocess.Popen, take: Callable[[str], object]) -> None:
     """Give ``take`` every line that a process prints, without colours."""
-    assert process.stdout is not None
     for line in process.stdout:
         take(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n")))
 
@@ -64,7 +63,7 @@ class Launched:
             text=True,
             start_new_session=True,  # a foreground process group of its own, as in a terminal
         )
-        self.lines: list[str] = []
+        self.lines = []
         self._reader = threading.Thread(
             target=read_lines, args=(self.process, self.lines.append), daemon=True
         )

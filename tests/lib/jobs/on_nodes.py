@@ -20,7 +20,7 @@ class NodesJob:
         self, nodes: Nodes, ranks: int, args: Sequence[str], folder: Path
     ) -> None:
         job = [*job_files(CONFIG, folder), *SMALL, *args]
-        self.lines: list[list[tuple[float, str]]] = [[] for _ in range(nodes.count)]
+        self.lines = [[] for _ in range(nodes.count)]
         """Per node, every line with the time when it came."""
         pipe = {
             "env": ENVIRONMENT,

@@ -43,24 +43,17 @@ def _run_nodes(module: fx.GraphModule, _) -> Callable[..., Any]:
 
 def _order(module: fx.GraphModule) -> list[fx.Node]:
     """The nodes in a random order that respects data dependencies alone."""
-    waiting = list(module.graph.nodes)
+    nodes = list(module.graph.nodes)
     if not shuffle:
-        return waiting
+        return nodes
     draw = random.Random(shuffle)
-    done = set()
-    order = []
-    first = [n for n in waiting if n.op == "placeholder"]
-    last = waiting.pop()
+    order = [n for n in nodes if n.op == "placeholder"]
+    waiting = dict.fromkeys(nodes[len(order) : -1])
     while waiting:
-        ready = first[:1] or [
-            n for n in waiting if all(source in done for source in n.all_input_nodes)
-        ]
-        node = draw.choice(ready)
-        first = [n for n in first if n is not node]
-        waiting.remove(node)
-        done.add(node)
-        order.append(node)
-    return [*order, last]
+        ready = [n for n in waiting if waiting.keys().isdisjoint(n.all_input_nodes)]
+        order.append(draw.choice(ready))
+        del waiting[order[-1]]
+    return [*order, nodes[-1]]
 
 
 class _Nodes(fx.Interpreter):
@@ -85,6 +78,5 @@ class _Nodes(fx.Interpreter):
             return super().run_node(node)
         from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 
-        stream = get_external_object_by_index(index)
-        with stream:
+        with get_external_object_by_index(index):
             return super().run_node(node)

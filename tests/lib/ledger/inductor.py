@@ -70,19 +70,11 @@ torch._functorch.config.enable_autograd_cache = False
 _call = PythonWrapperCodegen._generate_kernel_call_helper
 
 
-def call(
-    self, kernel_name, call_args, *, device=None, triton=True, arg_types=None, **kwargs
-):
-    if triton or (device or V.graph.get_current_device_or_throw()).type != "ledger":
-        return _call(
-            self,
-            kernel_name,
-            call_args,
-            device=device,
-            triton=triton,
-            arg_types=arg_types,
-            **kwargs,
-        )
+def call(self, kernel_name, call_args, **options):
+    device = options.get("device") or V.graph.get_current_device_or_throw()
+    if options.get("triton", True) or device.type != "ledger":
+        return _call(self, kernel_name, call_args, **options)
+    arg_types = options.get("arg_types")
     if arg_types is not None:
         pairs = [
             (a, t) for a, t in zip(call_args, arg_types, strict=True) if "*" in str(t)

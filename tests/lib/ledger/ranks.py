@@ -131,7 +131,7 @@ class LedgerWork(ThreadWork):
     def __init__(self):
         super().__init__()
         self.before = torch.accelerator.current_stream().record_event()
-        self.end: torch.Event | None = None
+        self.end = None
 
     def wait(self):
         """Make the current stream wait for its end, as a work of NCCL does."""
