@@ -32,7 +32,7 @@ ATTENTION = [(1.0, 3.0), (2.0, 2.0), (5.0, 1.0)]
 """seconds of two ranks without CAD, by step; with it, half of the sum each"""
 
 
-def write_run(folder: Path, *, balanced: bool, slowdown: float, **changes) -> Path:
+def write_run(folder, *, balanced, slowdown, **changes):
     folder.mkdir()
     for rank in range(2):
         lines = []
@@ -59,7 +59,7 @@ def write_run(folder: Path, *, balanced: bool, slowdown: float, **changes) -> Pa
     return folder
 
 
-def compared(folder: Path, warmup: int = 0, **changes) -> Comparison:
+def compared(folder, warmup=0, **changes):
     runs = []
     for mode, balanced in (("off", False), ("on", True)):
         # the median is of an undisturbed run
@@ -212,7 +212,7 @@ def test_sigterm_ends_a_comparison_as_ctrl_c_does():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def record_a_step(group, records: Path) -> None:
+def record_a_step(group, records):
     """Record a step whose documents take 1,000 s to note, in a rank with 8 that share the tokens of rows."""
     from torchtitan.train import Trainer
 

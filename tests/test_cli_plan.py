@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from torchtitan_cad.planning.serialize import layout_from_dict
 from torchtitan_cad.tools.main import USER_ERROR, main, separate_overrides
 
 
-def run_of(doc: int, length: int, start: int = 0) -> dict[str, Any]:
+def run_of(doc, length, start=0):
     return {"doc": doc, "start": start, "length": length}
 
 
@@ -31,7 +30,7 @@ SHELL = [
 ]
 
 
-def write_layout(folder: Path, ranks=RANKS, **changes) -> str:
+def write_layout(folder, ranks=RANKS, **changes):
     path = folder / "layout.json"
     path.write_text(json.dumps({"attention": ATTENTION, "ranks": ranks, **changes}))
     return str(path)
@@ -122,7 +121,7 @@ def test_an_unknown_planner_is_told_the_known_ones(layout_file, capsys):
     assert "planner = 'magic': set one of " in line
 
 
-def _without_progress(text: bytes) -> bytes:
+def _without_progress(text):
     """A slow machine takes longer than a moment to load the planner, which is then announced."""
     lines = text.splitlines(keepends=True)
     return b"".join(line for line in lines if not line.startswith(b"compiling"))

@@ -34,7 +34,7 @@ SECOND = FIRST | {
 THIRD = FIRST | {"step": 3, "imbalance_before": 2.0, "plan_seconds": 0.002, "loss": 7.5}
 
 
-def write(folder: Path, *rows: dict) -> Path:
+def write(folder, *rows):
     path = new_path(str(folder))
     steps_file = StepsFile(lambda: path, "report")
     for row in rows:
@@ -42,7 +42,7 @@ def write(folder: Path, *rows: dict) -> Path:
     return path
 
 
-def summary_beside(path: Path) -> dict:
+def summary_beside(path):
     return json.loads((path.parent / "cad_summary.json").read_text())
 
 

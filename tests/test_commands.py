@@ -11,11 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -60,7 +58,7 @@ SHORTER = {
 NO_COMMANDS = ("torchtitan-cad", "torchtitan-cad COMMAND")
 
 
-def commands_of(page: Path) -> Iterator[str]:
+def commands_of(page):
     """Yield what stands in blocks and in backquotes."""
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text())
     for block, span in re.findall(r"^ {4,}(\S.*)$|`([^`]+)`", text, re.MULTILINE):
@@ -80,7 +78,7 @@ class Parsed(Exception):
     """Carries what a parser has read, in place of what the program would do with it."""
 
 
-def parsed(start: Callable[[], Any], *arguments: str):
+def parsed(start, *arguments):
     """Return what a program reads from its command line. Fails where its parser does."""
 
     def stopping(parse):
@@ -105,7 +103,7 @@ def parsed(start: Callable[[], Any], *arguments: str):
     return stopped.value.args[0]
 
 
-def run_main(name: str) -> None:
+def run_main(name):
     """Run what a module does as a program, in the module as others import it."""
     module = import_module(name)
     if hasattr(module, "__path__"):
@@ -178,7 +176,7 @@ def clone(tmp_path_factory):
     return folder
 
 
-def shorter(text: str) -> str:
+def shorter(text):
     for long, short in SHORTER.items():
         text = text.replace(long, short)
     return text

@@ -21,24 +21,24 @@ JOB = str(ROOT / "train_configs" / "llama3_debug_cpu.toml")
 SIMULATED = "simulate --ranks=8 --model=llama-8b"
 
 
-def fifo(path: Path) -> None:
+def fifo(path):
     os.mkfifo(path)
 
 
-def device(path: Path) -> None:
+def device(path):
     path.symlink_to("/dev/zero")
 
 
-def large(path: Path) -> None:
+def large(path):
     with path.open("wb") as file:
         file.truncate(max(MAX_BYTES, MAX_BYTES_OF_LINES) + 1)
 
 
-def encoded(path: Path) -> None:
+def encoded(path):
     path.write_bytes(b"\xff\xfe{}\n")
 
 
-def not_a_number(path: Path) -> None:
+def not_a_number(path):
     path.write_text("[NaN]\n")
 
 
@@ -146,7 +146,7 @@ def test_a_line_of_another_kind_is_named(key, tmp_path, refused):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def step(number: int, **changes) -> str:
+def step(number, **changes):
     return json.dumps({**STEP, "step": number, "loss": float(number), **changes})
 
 

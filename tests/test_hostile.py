@@ -4,9 +4,7 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -24,11 +22,11 @@ VALUES = [
 NEW_KEYS = ("attend", "attends", "spread", "", "doc ")
 
 
-def draw_value(rng: Random):
+def draw_value(rng):
     return copy.deepcopy(rng.choice(VALUES))
 
 
-def containers(data) -> Iterator[Any]:
+def containers(data):
     """Yield every table and list in it that has something."""
     if data and isinstance(data, dict | list):
         yield data
@@ -36,7 +34,7 @@ def containers(data) -> Iterator[Any]:
             yield from containers(value)
 
 
-def mutate(rng: Random, data):
+def mutate(rng, data):
     """One to three values anywhere in it replaced, removed or added."""
     data = copy.deepcopy(data)
     for _ in range(rng.randint(1, 3)):
@@ -60,7 +58,7 @@ LAYOUT = TokenLayout.from_segments(
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype_bytes=4)
 
 
-def _mutants(text: str, count: int) -> list[str]:
+def _mutants(text, count):
     data = json.loads(text)
     return [json.dumps(mutate(Random(seed), data)) for seed in range(count)]
 

@@ -36,12 +36,12 @@ OF_REPOSITORY = re.compile(r"^\s*(?:from|import) ((?:bench|tests)[\w.]*)", re.MU
 
 
 @functools.cache
-def _parse(name: str) -> ast.Module:
+def _parse(name):
     return ast.parse(MODULES[name].read_text())
 
 
 @functools.cache
-def _imports(name: str) -> set[str]:
+def _imports(name):
     """Modules that a module imports, in full; ``from package import name`` counts as the module if it is one."""
     found = set()
     for node in ast.walk(_parse(name)):
@@ -54,7 +54,7 @@ def _imports(name: str) -> set[str]:
     return found
 
 
-def _outside(part: str) -> list[tuple[str, str]]:
+def _outside(part):
     """Modules of a part of the package, each with every module of other parts that it imports."""
     prefix = f"{PACKAGE}.{part}"
     return [

@@ -4,7 +4,6 @@
 import dataclasses
 import inspect
 import typing
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -42,12 +41,12 @@ class Reached(BaseException):
     """Says that the options were taken and the work would begin."""
 
 
-def is_numeric(hint) -> bool:
+def is_numeric(hint):
     """Tell whether a type, or a part of it, is a number; True and False are none."""
     return hint in (int, float) or any(map(is_numeric, typing.get_args(hint)))
 
 
-def numeric_options(command: str) -> Iterator[str]:
+def numeric_options(command):
     """Yield the fields of a command's options, of the function's own and of dataclasses of them."""
     run = import_module(f"torchtitan_cad.tools.{command}").run
     hints = typing.get_type_hints(run)

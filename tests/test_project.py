@@ -19,12 +19,12 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:docs|bench|tests|patches|train_configs|examples)/[\w/.-]+)`")
 
 
-def run(*command: str | Path) -> None:
+def run(*command):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text().lower(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in headings}

@@ -8,25 +8,25 @@ import sys
 import time
 from pathlib import Path
 
-from bench.gpu.parts import Emit, Skip
+from bench.gpu.parts import Skip
 
 
-def good(device: str, emit: Emit, *arguments: str) -> None:
+def good(device, emit, *arguments):
     emit("figure", 1)
     emit("figure", [device, *arguments])
 
 
-def bad(device: str, emit: Emit) -> None:
+def bad(device, emit):
     emit("figure", 1)
     raise RuntimeError("it went wrong")
 
 
-def crash(device: str, emit: Emit) -> None:
+def crash(device, emit):
     emit("figure", 1)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def hang(device: str, emit: Emit, pid_file: str) -> None:
+def hang(device, emit, pid_file):
     """With a process of its own that would outlive it."""
     emit("figure", 1)
     emit("running", "tests/test_of_something.py::test_that_hangs")
@@ -39,15 +39,15 @@ class InterpreterError(Exception):
     """As Triton's."""
 
 
-def interpreted(device: str, emit: Emit, message: str) -> None:
+def interpreted(device, emit, message):
     raise InterpreterError(message)
 
 
-def unable(device: str, emit: Emit) -> None:
+def unable(device, emit):
     raise Skip("there is no such thing here")
 
 
-def posts_too_early(device: str, emit: Emit) -> None:
+def posts_too_early(device, emit):
     """The litmus test of ``bench.gpu.ordering`` with the word of a round before its rows."""
     from bench.gpu import ordering
 

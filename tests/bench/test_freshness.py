@@ -32,14 +32,14 @@ def test_computed_results_are_fresh(name):
     )
 
 
-def git(root: Path, *arguments: str) -> str:
+def git(root, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     command = ["git", *identity, *arguments]
     done = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 
-def commit(root: Path) -> str:
+def commit(root):
     git(root, "add", "-A")
     git(root, "commit", "-q", "-m", "change")
     return git(root, "rev-parse", "HEAD")
@@ -55,7 +55,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def write(root: Path, **head) -> None:
+def write(root, **head):
     (root / RESULTS / NAME).write_text(json.dumps(head))
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from bench.gpu import attention, goals, layer, report, results, session
 from bench.gpu.parts import PARTS, RUN_S, RUNS, Part, expected_seconds
-from bench.gpu.process import ROOT, Outcome, run_part
+from bench.gpu.process import ROOT, run_part
 from tests.lib.refusals import refusal
 from tests.lib.waiting import eventually
 
 
-def fake(function: str, *arguments: str, **fields) -> Part:
+def fake(function, *arguments, **fields):
     return replace(
         Part(function, "a fake", f"tests.bench.fake_parts:{function}", 60, arguments),
         **fields,
@@ -35,7 +35,7 @@ def test_every_file_of_tests_is_a_part():
     assert files == {part.arguments[0] for part in tests}
 
 
-def outcome_of(name: str, *arguments: str, **fields) -> Outcome:
+def outcome_of(name, *arguments, **fields):
     return run_part(fake(name, *arguments, **fields), "cpu", 60, None)
 
 
@@ -74,7 +74,7 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path):
     assert eventually(lambda: not is_running(int(pid_file.read_text())))
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except FileNotFoundError:
@@ -87,9 +87,7 @@ def quick_environment(monkeypatch):
     monkeypatch.setattr(results, "source_hash", lambda: "0")
 
 
-def run_session(
-    folder: Path, parts: list[Part], resume: bool = False, seconds: float = 600
-) -> tuple[bool, dict]:
+def run_session(folder, parts, resume=False, seconds=600):
     silent = session.Session(folder, "cpu", None, seconds, report=lambda line: None)
     good = silent.run(parts, resume)
     return good, {result["part"]: result for result in results.read(folder)}
@@ -118,7 +116,7 @@ def test_a_run_can_be_resumed(tmp_path, quick_environment, monkeypatch):
     assert not good, "other sources"
 
 
-def result_of(part: str, sources: str = "s", day: int = 1, **changes) -> dict:
+def result_of(part, sources="s", day=1, **changes):
     return {
         "part": part,
         "date": f"2026-01-0{day}T00:00",
@@ -262,7 +260,7 @@ IN_PART = {
 STATUSES = {part.name: "done" for part in PARTS}
 
 
-def changed_figures(path: str, value) -> goals.Figures:
+def changed_figures(path, value):
     figures = copy.deepcopy(ALL_MET)
     node = figures
     *parents, last = path.split(".")
@@ -272,7 +270,7 @@ def changed_figures(path: str, value) -> goals.Figures:
     return figures
 
 
-def statuses_of(found: list[goals.Verdict]) -> list[str]:
+def statuses_of(found):
     return sorted(verdict.status for verdict in found)
 
 

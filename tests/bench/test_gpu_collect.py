@@ -2,7 +2,6 @@
 """What is gathered for a machine with a GPU, from small wheels; and what the sanitizer finds, by a stand-in for it."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -60,7 +59,7 @@ def test_a_tool_is_judged_by_its_reports(tool, code, reports, bad, tmp_path):
     assert OWN not in output or "_put_rows+0x160" in finding.output
 
 
-def write_stand_in(folder: Path, script: str) -> str:
+def write_stand_in(folder, script):
     program = folder / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)

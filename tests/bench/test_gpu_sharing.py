@@ -3,7 +3,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ esac
 """
 
 
-def stand_ins(folder: Path, control: str) -> dict[str, str]:
+def stand_ins(folder, control):
     """Programs in ``folder`` under the names of the service's."""
     folder.mkdir()
     for name, text in ((mps.CONTROL, control), (mps.SERVER, "#!/bin/sh\n")):
@@ -70,7 +69,7 @@ LONG = [[10]]
 SHORT = [[1] * 10]
 
 
-def runs_of(seconds: list[float], rows: list[Any], **changes) -> Runs:
+def runs_of(seconds, rows, **changes):
     """Records of two ranks that take the same seconds in every step."""
     ones = np.ones((1, len(seconds), 2))
     names = ("busy", "attention", "waiting", "tokens", "loss", "gradient_norm")

@@ -53,7 +53,7 @@ LAYOUT = TokenLayout.from_segments(
 SHAPE = AttentionShape(8, 2, 64, 2)
 
 
-def fingerprints() -> list[str]:
+def fingerprints():
     plans = [
         make_plan(LAYOUT, SHAPE, PlannerConfig(split_kv=split_kv))
         for split_kv in (True, False)
@@ -101,7 +101,7 @@ def test_other_processes_make_the_same_plans_without_numba(error, reason):
     assert warning == f"planning is slow: Python runs it, as {reason}"
 
 
-def nothing() -> None: ...
+def nothing(): ...
 
 
 @pytest.fixture

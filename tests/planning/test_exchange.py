@@ -18,7 +18,6 @@ from torchtitan_cad.planning.exchange.calls import (
     MAX_CALLS,
     MOST_CALLS,
     MOST_REPEATED,
-    Calls,
     bounded,
     weighted_rows,
 )
@@ -77,7 +76,7 @@ def test_all_buffers_together_are_what_is_asked_for():
         buffer_bytes(0)
 
 
-def tables(seed: int) -> Calls:
+def tables(seed):
     """The causal and the unmasked call of a rank, by a random plan."""
     rng = np.random.default_rng(seed)
     layout = random_layout(rng, 2, max_length=60)
@@ -87,7 +86,7 @@ def tables(seed: int) -> Calls:
     return [(table, is_causal) for table, is_causal in calls if table.num_tasks]
 
 
-def pairs(calls: Calls) -> np.ndarray:
+def pairs(calls):
     """[rows of queries, rows of keys]: how often they see each other."""
     counts = np.zeros((300, 300), dtype=int)
     for table, causal in calls:
@@ -101,7 +100,7 @@ def pairs(calls: Calls) -> np.ndarray:
     return counts
 
 
-def total_rows(calls: Calls) -> int:
+def total_rows(calls):
     return sum(int(weighted_rows(table)[-1]) for table, _ in calls)
 
 

@@ -16,7 +16,6 @@ from tests.lib.steps import TIMES, fingerprints
 from tests.lib.tables import check_plan
 from tests.planning.test_properties import SHARES, some_attend
 from torchtitan_cad.planning import (
-    Plan,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -26,7 +25,7 @@ from torchtitan_cad.planning import (
 from torchtitan_cad.planning.model.kind import AttentionKind, attention_work
 
 
-def kind_of(block: int | None, window: int | None, layers: int = 1) -> AttentionKind:
+def kind_of(block, window, layers=1):
     name = "chunked" if block else "window" if window else "full"
     return AttentionKind(name, layers, replace(LLAMA, window=window), block)
 
@@ -52,9 +51,7 @@ kinds = st.one_of(
 )
 
 
-def check_pairs(
-    plan: Plan, batch: TokenLayout, kind: AttentionKind, columns: np.ndarray
-) -> None:
+def check_pairs(plan, batch, kind, columns):
     """Count every pair of a document's tokens, known by their ranks and rows, and compare with the kind's mask."""
     place = np.empty(batch.num_tokens, dtype=np.int64)
     """of the given layout's tokens among those of the plan's, which are by its own documents"""

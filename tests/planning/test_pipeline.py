@@ -5,7 +5,6 @@ Programs: every stage's blocks in their order, all ranks in the same calls, one 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.lib.refusals import refusal
 from torchtitan_cad.planning.pipeline.program import make_program
-from torchtitan_cad.planning.pipeline.ticks import Tick, tick_schedule
+from torchtitan_cad.planning.pipeline.ticks import tick_schedule
 
 
 @given(
@@ -69,7 +68,7 @@ def test_mistakes():
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[list[Tick], list[list[bool]], int]:
+def pipelines(draw):
     ranks = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3))
     microbatches = draw(st.integers(1, 3)) * ranks
@@ -78,7 +77,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[Tick], list[list[bool]], int]:
     return tick_schedule(ranks, microbatches, chunks), blocks, ranks
 
 
-def expected_calls(forward_tick: bool, blocks: Sequence[bool]) -> list[bool]:
+def expected_calls(forward_tick, blocks):
     """The calls of a stage in a tick: True for forward."""
     if forward_tick:
         return [True] * len(blocks)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.lib.layouts import LLAMA
 from tests.lib.workloads import GRID, spanning_layout
 from torchtitan_cad.planning import PlannerConfig, TileAreaCost
-from torchtitan_cad.planning.placement.chunks import MOST_CHUNKS, Chunks, make_chunks
-from torchtitan_cad.planning.placement.estimate import Prices, estimate_rank
+from torchtitan_cad.planning.placement.chunks import MOST_CHUNKS, make_chunks
+from torchtitan_cad.planning.placement.estimate import estimate_rank
 from torchtitan_cad.planning.placement.home_search import WEIGHTS, HomeSearch, improve
 
 CONFIG = PlannerConfig()
@@ -46,7 +46,7 @@ def test_moves_keep_tokens_and_figures(cells, num_ranks, weights, seed):
     check_figures(chunks, make_chunks(again, layout.tokens_per_rank, work), prices)
 
 
-def check_figures(chunks: Chunks, anew: Chunks, prices: Prices) -> None:
+def check_figures(chunks, anew, prices):
     """The figures of moved chunks are those of the same chunks counted anew."""
     assert chunks.free.tolist() == anew.free.tolist()
     assert chunks.load == pytest.approx(anew.load)

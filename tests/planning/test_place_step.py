@@ -35,7 +35,7 @@ FULL = [AttentionKind("full", 1, LLAMA)]
 SMALL = PlannerConfig(min_shard=32, tile=32)
 
 
-def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:
+def rows(lengths, first_id=0):
     """One list of document lengths per rank."""
     ids = itertools.count(first_id)
     return TokenLayout.from_segments(
@@ -43,7 +43,7 @@ def rows(lengths: list[list[int]], first_id: int = 0) -> TokenLayout:
     )
 
 
-def documents(step: list[list[TokenLayout]]) -> list[tuple[int, int]]:
+def documents(step):
     """All documents with their lengths."""
     found = []
     for layout in holders(step):
@@ -51,9 +51,7 @@ def documents(step: list[list[TokenLayout]]) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def check_homes(
-    loaded: list[list[TokenLayout]], homes: list[list[TokenLayout]]
-) -> None:
+def check_homes(loaded, homes):
     """The same documents, and on every rank as many tokens, and queries, of every nano-batch."""
     assert documents(loaded) == documents(homes)
     layouts = zip(chain(*loaded), chain(*homes), strict=True)
@@ -66,7 +64,7 @@ def check_homes(
                 check_halves(earlier, later)
 
 
-def check_halves(earlier: TokenLayout, later: TokenLayout) -> None:
+def check_halves(earlier, later):
     """The later one holds the tokens of the earlier one first on every rank, as keys only."""
     for rank, segments in enumerate(later.segments()):
         attends = later.seg_attends[later.seg_rank == rank].tolist()

@@ -98,7 +98,7 @@ def test_tasks_must_fit_the_layout():
             Plan.from_tasks(LAYOUT, LLAMA, PlannerConfig(), tasks)
 
 
-def one_document(num_ranks: int, tokens_per_rank: int) -> TokenLayout:
+def one_document(num_ranks, tokens_per_rank):
     return TokenLayout.from_segments(
         [[(0, r * tokens_per_rank, tokens_per_rank)] for r in range(num_ranks)]
     )

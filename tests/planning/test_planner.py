@@ -36,7 +36,7 @@ from torchtitan_cad.planning.planners.local_search.improve import LocalSearch
 ROOT = Path(__file__).parents[2]
 
 
-def plan_of(layout: TokenLayout, planner: str = "local_search", **options) -> Plan:
+def plan_of(layout, planner="local_search", **options):
     return make_plan(layout, LLAMA, PlannerConfig(planner=planner, **options))
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tests.lib.layouts import cases, shapes
 from tests.lib.reference import check_bound, check_cuts, check_guarantee, check_loads
 from tests.lib.tables import check_plan
-from torchtitan_cad.planning import PlannerConfig, TokenLayout, make_plan
+from torchtitan_cad.planning import TokenLayout, make_plan
 from torchtitan_cad.planning.model.tasks import merge_queries
 
 SHARES = st.sampled_from([1.0, 1.0, 1.0, 0.9, 0.5, 0.2, 0.0])
 """Parts of the runs that attend."""
 
 
-def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
+def some_attend(layout, share, seed):
     """The layout with every run cut once, and a share of the runs attending."""
     if share == 1.0:
         return layout
@@ -33,7 +33,7 @@ def some_attend(layout: TokenLayout, share: float, seed: int) -> TokenLayout:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[TokenLayout, PlannerConfig]:
+def problems(draw):
     """A layout to plan, and the options."""
     case = draw(cases)
     layout = some_attend(case.layout(), draw(SHARES), case.seed)

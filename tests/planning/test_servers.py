@@ -14,7 +14,6 @@ from tests.lib.tables import check_plan
 from tests.planning.test_properties import problems
 from torchtitan_cad.planning import (
     AttentionShape,
-    Plan,
     PlannerConfig,
     TokenLayout,
     make_plan,
@@ -63,7 +62,7 @@ def test_every_layout(problem, shape, servers):
     assert again.fingerprint() == shared.fingerprint() != plan.fingerprint()
 
 
-def check_ends(plan: Plan, shared: Plan, servers: list[JoinedServer]) -> None:
+def check_ends(plan, shared, servers):
     """No rank and no server ends after the slowest rank without servers, and few stand in for one rank."""
     stand_ins = shared.stand_ins
     slowest = (UNIT * plan.stats.loads).max()

@@ -12,13 +12,7 @@ from tests.lib.refusals import refusal
 from tests.lib.sets import params
 from tests.lib.shapes import backward_shape
 from tests.lib.workloads import workload_layout
-from torchtitan_cad.planning import (
-    LayerTimes,
-    Plan,
-    PlannerConfig,
-    TokenLayout,
-    make_plan,
-)
+from torchtitan_cad.planning import LayerTimes, PlannerConfig, TokenLayout, make_plan
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.planning.placement.microbatch import (
     LEAST_GAIN,
@@ -44,12 +38,12 @@ QUERY_BYTES = LLAMA.query_bytes + BACKWARD.query_bytes
 KEY_BYTES = LLAMA.kv_bytes + BACKWARD.kv_bytes
 
 
-def fastest(times: LayerTimes) -> Plan:
+def fastest(times):
     (plan,) = plan_by_time([LAYOUT], LLAMA, CONFIG, times, place=False)
     return plan
 
 
-def at_home(layout: TokenLayout = LAYOUT) -> Plan:
+def at_home(layout=LAYOUT):
     return stay_home([layout], LLAMA, CONFIG)[0]
 
 
@@ -89,7 +83,7 @@ def test_no_plan_is_slower_than_home(bytes_per_second, overlaps):
         assert times.layer_seconds(plan) <= 1.01 * times.layer_seconds(PLAN)
 
 
-def rows_moved(plan: Plan) -> list[np.ndarray]:
+def rows_moved(plan):
     """Rows of queries and of keys [2, ranks], into and out of every rank."""
     return [
         np.stack([needs.rows_in, needs.rows_out])

@@ -10,7 +10,7 @@ from torchtitan_cad.planning.model.kind import AttentionKind
 from torchtitan_cad.planning.model.work import attention_flops, layout_pairs
 
 
-def counted(begin: int, end: int, window: int | None) -> int:
+def counted(begin, end, window):
     return sum(min(query + 1, window or end) for query in range(begin, end))
 
 

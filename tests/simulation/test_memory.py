@@ -7,13 +7,12 @@ import pytest
 
 from tests.lib.simulation_cases import MODEL, cad, configuration
 from torchtitan_cad.planning.keeping import CHECKPOINTING
-from torchtitan_cad.tools.simulation.disaggregated import Disaggregated
 from torchtitan_cad.tools.simulation.memory import stock_attention
 
 LONG = (300, 700, 1500, 4000, 16384)
 
 
-def planned(**changes) -> Disaggregated:
+def planned(**changes):
     system = cad(lengths=LONG, **{"nano_batches": 2, **changes})
     system.plans((0,))
     return system

@@ -12,14 +12,12 @@ from torchtitan_cad.planning.placement.fill import fill
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.simulation.baselines import _of_ranks, packed
 from torchtitan_cad.tools.simulation.batches import Batch
-from torchtitan_cad.tools.simulation.costs import Costs, Transfer
+from torchtitan_cad.tools.simulation.costs import Transfer
 from torchtitan_cad.tools.simulation.search import Search
 from torchtitan_cad.tools.simulation.streams import Streams
 
 
-def slowest_of_row(
-    costs: Costs, lengths: np.ndarray, cp: int, window: int | None
-) -> list[float]:
+def slowest_of_row(costs, lengths, cp, window):
     """Return seconds of the slowest of a row's ranks, forward and backward: chunk by chunk and document by document."""
     ends = np.cumsum(lengths)
     starts = ends - lengths

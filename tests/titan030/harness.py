@@ -5,11 +5,9 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from torchtitan_cad.integration.cpu import enable_cpu
 
@@ -21,7 +19,6 @@ import torchtitan.trainer as titan_trainer  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 
 from tests.lib.jobs.harness import (  # noqa: E402
-    RunResult,
     collect,
     log_files,
     rank_environment,
@@ -37,13 +34,7 @@ from torchtitan_cad.integration.torchtitan_v0_3 import entry  # noqa: E402
 TIMEOUT_S = 250
 
 
-def run(
-    name: str,
-    *options: str,
-    nranks: int = 2,
-    with_cad: bool = True,
-    dump_folder: Path | None = None,
-) -> RunResult:
+def run(name, *options, nranks=2, with_cad=True, dump_folder=None):
     """Train ``tiny.recipe(name)`` with further options; the gradients of all steps are named by step and parameter.
 
     Raises AssertionError with the ends of all logs if a rank fails.
@@ -68,7 +59,7 @@ def run(
     return collect(folder, dump_folder, codes)
 
 
-def squared_norms(result: RunResult) -> dict[str, float]:
+def squared_norms(result):
     """Squared norms of the steps' gradients, in fp64: torch's own sum, in fp32, is right to 1e-4."""
     norms = Counter()
     for name, gradient in result.grads.items():
@@ -76,9 +67,7 @@ def squared_norms(result: RunResult) -> dict[str, float]:
     return dict(norms)
 
 
-def _train(
-    recipe: Callable[[str], Any], name: str, folder: Path, arguments: list[str]
-) -> None:
+def _train(recipe, name, folder, arguments):
     """Train in a rank."""
     sys.stdout = sys.stderr = open(1, "w", buffering=1)  # noqa: SIM115
     torch.set_num_threads(1)
@@ -94,7 +83,7 @@ def _train(
     entry.run_recipe(arguments, SimpleNamespace(building=True))
 
 
-def _record(folder: Path, has_stages: bool) -> None:
+def _record(folder, has_stages):
     """Write down what every step and validation reports, and every gradient."""
     rank = int(os.environ["RANK"])
     last = int(os.environ["WORLD_SIZE"]) - 1
@@ -113,7 +102,7 @@ def _record(folder: Path, has_stages: bool) -> None:
     before_clipping(titan_trainer.Trainer, titan_trainer.dist_utils, save)
 
 
-def _initialise_by_name() -> None:
+def _initialise_by_name():
     """Give every parameter a value that depends on its name alone, the same under every parallelism."""
     trainer = titan_trainer.Trainer
     train = trainer.train

@@ -46,7 +46,7 @@ def test_a_command_that_cannot_be(arguments, message):
     assert "\n" not in str(refused.value)
 
 
-def read_job(*arguments: str):
+def read_job(*arguments):
     """Return the config that a job of these arguments would train."""
     configs = []
     with pytest.MonkeyPatch.context() as patch:

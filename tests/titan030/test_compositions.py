@@ -2,13 +2,11 @@
 """Jobs of torchtitan 0.3.0 with CAD against the same recipe without: losses and gradient norms of three steps."""
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from tests.lib.jobs.compositions import cad_steps, cad_summary, options
-from tests.lib.jobs.harness import RunResult
 from tests.titan030.harness import run, squared_norms
 
 COMPILE = "compile --compile.components=model"
@@ -31,7 +29,7 @@ class Case:
     tolerance: float = 1e-5
 
 
-def on_four(name: str, model: str = "llama3", both: str = "", own: str = "") -> Case:
+def on_four(name, model="llama3", both="", own=""):
     """A job of four ranks; without context parallelism of its reference, that has two."""
     return Case(name, model, both, own=own, nranks=4, reference_nranks=2 if own else 4)
 
@@ -80,12 +78,12 @@ for model in EXPERTS:  # stock refuses pipelines of tied embeddings, which qwen3
 
 
 @functools.cache
-def reference(case: Case) -> RunResult:
+def reference(case):
     nranks = case.reference_nranks or case.nranks
     return run(case.model, *options(case.both), nranks=nranks, with_cad=False)
 
 
-def assert_alike(result: RunResult, other: RunResult, tolerance: float) -> None:
+def assert_alike(result, other, tolerance):
     assert len(result.losses) == 3
     assert result.losses == pytest.approx(other.losses, rel=1e-5)
     # squares
@@ -106,7 +104,7 @@ SHORT = {
 """What is not left to `make test-titan030 MARKS='matrix or not matrix'`."""
 
 
-def cases() -> Iterator[object]:
+def cases():
     for case in CASES:
         for homes in ("loader", "auto"):
             name = f"{case.name}-{homes}"

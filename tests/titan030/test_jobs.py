@@ -104,7 +104,7 @@ ATTENTION = f"{MODEL}.layers.0.attention"
 INNER = f"{ATTENTION}.inner_attention"
 
 
-def put(config, path: str, value) -> None:
+def put(config, path, value):
     *parents, name = path.split(".")
     for parent in parents:
         config = config[0] if parent == "0" else getattr(config, parent)

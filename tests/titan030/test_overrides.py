@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Overrides that change what CAD relies on are refused; others have their effect."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -76,11 +74,11 @@ def log_seldom(config):
 
 
 @pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_ranks(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
 
-def overridden(function: Callable[..., Any]) -> tuple[Any, Any, Any]:
+def overridden(function):
     """Return a config of gpt_oss with CAD and an override, what CAD relied on before, and a device."""
     config = _with_cad(tiny.with_cad("gpt_oss"))
     config.override.imports = [f"{__name__}.{function.__name__}"]

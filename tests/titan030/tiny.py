@@ -6,13 +6,10 @@ bfloat16.
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-import datasets
 import torch
-from torch import Tensor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import Configurable
 from torchtitan.hf_datasets import DatasetConfig
@@ -67,7 +64,7 @@ class DenseAttention(VarlenAttention):
 DenseAttention.forward.__module__ = VarlenAttention.__module__
 
 
-def recipe(name: str):
+def recipe(name):
     """Return the config of a small job: three steps, fp32, without CUDA graphs."""
     family, moe, _ = name.removesuffix("_deep").partition("_moe")
     module = import_module(f"torchtitan.models.{family}")
@@ -96,7 +93,7 @@ def recipe(name: str):
     return config
 
 
-def _shrink_experts(model) -> None:
+def _shrink_experts(model):
     """Leave four small experts a layer, of which a token passes two."""
     for _, part, _, _ in model.traverse(Configurable.Config, recurse=True):
         for key, value in {
@@ -113,18 +110,18 @@ def _shrink_experts(model) -> None:
             part.hidden_dim = 64
 
 
-def with_cad(name: str):
+def with_cad(name):
     """Return the same job with CAD."""
     return cad(recipe(name), tolerance=0.02, min_shard=8)
 
 
-def _load(path: str) -> datasets.Dataset:
+def _load(path):
     rng = random.Random(0)
     lengths = [max(1, int(rng.lognormvariate(2.0, 1.2))) for _ in range(512)]
     return text_dataset(rng, lengths)
 
 
-def compute_in_fp32() -> None:
+def compute_in_fp32():
     """Let experts compute in the precision of the job: they cast to bfloat16, whose rounding hides differences.
 
     Compiled experts cannot: torch 2.15 takes their products for bfloat16.
@@ -132,7 +129,7 @@ def compute_in_fp32() -> None:
     torch.Tensor.bfloat16 = lambda self: self  # type: ignore[method-assign]
 
 
-def _keep_dtype(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _keep_dtype(forward):
     """Let gpt_oss's experts return the dtype of their tokens, as others do; in fp32 stock torchtitan 0.3.0 stops."""
 
     def forward_in_dtype(self, x, counts):
