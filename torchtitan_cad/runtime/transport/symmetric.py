@@ -234,7 +234,7 @@ class SymmetricTransport:
         raise PeerError(self._describe([peer], word, phase, self.timeout_s()))
 
 
-@dataclass
+@dataclass(eq=False)
 class _SymmetricPending(Pending):
     """Rows in the rank's symmetric buffers.
 
