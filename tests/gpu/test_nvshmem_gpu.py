@@ -5,22 +5,16 @@ NVSHMEM may end the process whose set-up fails, so the ranks are started by a pr
 """
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch import Tensor
 
 from bench.gpu import mps
-from bench.gpu.parts import Skip
-from bench.gpu.process import _wait
+from bench.gpu.parts import Emit, Part, Skip
+from bench.gpu.process import run_part
 from tests.gpu.test_transport_gpu import share_one_device
 from tests.lib.device import ON_GPU
 from tests.lib.exchanges import exchange_at_random
@@ -33,8 +27,6 @@ pytestmark = [*ON_GPU, needs_triton]
 LIMIT_S = 75
 """Linking three kernels with NVSHMEM's library of 31 MB takes a third of it."""
 EXCHANGES = 60
-SHOWN = 1600
-"""Characters of the output that a failure shows: its end."""
 VARIABLES = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
@@ -42,7 +34,6 @@ VARIABLES = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_DEBUG": "WARN",
 }
-START_RANKS = "from tests.gpu.test_nvshmem_gpu import main; main()"
 
 
 class OwnMemory(NamedTuple):
@@ -52,15 +43,13 @@ class OwnMemory(NamedTuple):
     handle: object
 
 
-def exchange_with_a_far_peer(group: dist.ProcessGroup) -> str:
+def exchange_with_a_far_peer(group) -> tuple[int, str]:
     """Rows that this rank has received, and the memory over which they came."""
     device = share_one_device()
     rank = group.rank()
     rendezvous = symm_mem.rendezvous
 
-    def rendezvous_of_far_peers(
-        tensor: Tensor, memory_group: dist.ProcessGroup
-    ) -> OwnMemory:
+    def rendezvous_of_far_peers(tensor, memory_group):
         handle = rendezvous(tensor, memory_group)
         addresses = [
             address if peer == rank else 0
@@ -73,55 +62,26 @@ def exchange_with_a_far_peer(group: dist.ProcessGroup) -> str:
         group, "nvshmem", 2, EXCHANGES, 0.002, "cuda:0", hosts=[0, 1]
     )
     torch.cuda.synchronize(device)
-    return f"{received} rows over {symm_mem.get_backend(device)}"
+    return received, symm_mem.get_backend(device)
 
 
-def main() -> None:
-    """Prints what each rank has received; raises unless both have received rows."""
+def main(device: str, emit: Emit) -> None:
+    """Raises unless both ranks have received rows; prints what they have."""
     results = values(run_processes(2, exchange_with_a_far_peer, timeout_s=LIMIT_S - 10))
     print(results)
-    for result in results:
-        assert isinstance(result, str), f"a rank ended with exit code {result}"
-        received, transport = result.split(" rows over ")
-        assert int(received) > EXCHANGES
-        assert transport == "NVSHMEM"
+    for received, backend in results:
+        assert received > EXCHANGES
+        assert backend == "NVSHMEM"
 
 
-def run_apart(
-    command: Sequence[str],
-    log: Path,
-    limit_s: float,
-    share: dict[str, str] | None = None,
-) -> int | None:
-    """Exit code of a command whose output goes to ``log``; None if it had to be ended, with all that it has started.
-
-    ``share`` holds the variables of a client of the Multi-Process Service.
-    """
-    environment = {
-        **os.environ,
-        **VARIABLES,
-        **(share or {}),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return _wait(process, limit_s)
-
-
-def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path):
+def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(monkeypatch):
     if not symm_mem.is_nvshmem_available():
         pytest.skip("this torch has no NVSHMEM")
     try:
         find_device_library(torch.cuda.get_device_capability())
     except RuntimeError as error:
         pytest.skip(str(error))
-    log = tmp_path / "log"
+    ranks = Part("ranks", "", "tests.gpu.test_nvshmem_gpu:main", LIMIT_S)
     with contextlib.ExitStack() as stack:
         try:
             running = stack.enter_context(mps.service())
@@ -129,10 +89,7 @@ def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(tmp_path):
             pytest.skip(
                 f"NVSHMEM makes teams of processes of one GPU under the Multi-Process Service only: {reason}"
             )
-        code = run_apart(
-            [sys.executable, "-u", "-c", START_RANKS], log, LIMIT_S, running.share(50)
-        )
-    ended = f"ended after {LIMIT_S} s" if code is None else f"exit code {code}"
-    assert code == 0, (
-        f"{ended}; its last output:\n{log.read_text(errors='replace')[-SHOWN:]}"
-    )
+        for name, value in {**VARIABLES, **running.share(50)}.items():
+            monkeypatch.setenv(name, value)
+        outcome = run_part(ranks, "cuda", LIMIT_S, None)
+    assert outcome.status == "done", outcome
