@@ -13,7 +13,7 @@ import torch
 
 from tests.lib.device import ON_GPU, cuda_kernels, no_synchronisation
 from tests.lib.plans import random_plan
-from tests.lib.rows import Tensors, assert_ranks_as_exact, dense
+from tests.lib.rows import Tensors, assert_ranks_as_exact, dense, run_layer
 from tests.runtime.test_combine import compare_orders
 from torchtitan_cad.planning import (
     AttentionShape,
@@ -22,7 +22,6 @@ from torchtitan_cad.planning import (
     TokenLayout,
     make_plan,
 )
-from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
@@ -60,12 +59,6 @@ def random_plans(count: int) -> list[Plan]:
     ]
 
 
-def run(engine: CoreAttentionEngine, tensors: Tensors, key: int) -> list[torch.Tensor]:
-    *qkv, dout = tensors.of_rank(0)
-    saved = Saved(*qkv, *engine.begin_forward(*qkv, key).run())
-    return [saved.out, saved.lse, *engine.begin_backward(dout, saved, key).run()]
-
-
 def random_tensors(dtype: torch.dtype) -> Tensors:
     torch.manual_seed(0)
     return Tensors.random(LAYOUT, SHAPE, dtype).to(DEVICE)
@@ -79,10 +72,10 @@ def test_cut_documents_are_as_exact_as_whole_ones(kernel, dtype):
     home = make_plan(LAYOUT, SHAPE, PlannerConfig(planner="home"))
     whole = make_engine([home], kernel)
     assert whole.plan(0).is_plain
-    undivided = [x.cpu() for x in run(whole, tensors, 0)]
+    undivided = [x.cpu() for x in run_layer(whole, tensors, 0, 0)]
     engine = make_engine(random_plans(10), kernel)
     for key in range(10):
-        results = [x.cpu() for x in run(engine, tensors, key)]
+        results = [x.cpu() for x in run_layer(engine, tensors, key, key)]
         assert_ranks_as_exact([results], [undivided], reference)
 
 
@@ -90,11 +83,11 @@ def test_the_steady_state_neither_synchronises_nor_asks_for_device_memory():
     engine = make_engine(random_plans(20))
     tensors = random_tensors(torch.bfloat16)
     for key in range(20):
-        run(engine, tensors, key)
+        run_layer(engine, tensors, key, key)
     before = torch.cuda.memory_stats(DEVICE)["num_device_alloc"]
     with no_synchronisation():
         for key in range(20):
-            run(engine, tensors, key)
+            run_layer(engine, tensors, key, key)
     assert torch.cuda.memory_stats(DEVICE)["num_device_alloc"] == before
 
 
@@ -110,13 +103,13 @@ def deterministic() -> Iterator[None]:
 def test_a_plan_added_behind_a_slow_stream_is_waited_for():
     tensors, (plan,) = random_tensors(torch.bfloat16), random_plans(1)
     engine = make_engine([plan])
-    expected = run(engine, tensors, 0)
+    expected = run_layer(engine, tensors, 0, 0)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         # about 0.1 s, which the copies of the tables wait for
         torch.cuda._sleep(200_000_000)
         engine.add_plan(1, plan)
-    assert all(map(torch.equal, run(engine, tensors, 1), expected))
+    assert all(map(torch.equal, run_layer(engine, tensors, 1, 1), expected))
 
 
 @pytest.mark.parametrize("seed", range(3))

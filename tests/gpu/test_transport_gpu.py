@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.lib.device import ON_GPU, no_synchronisation
 from tests.lib.exchanges import ONE_EACH, exchange_at_random, late_peer, make_route
@@ -26,7 +25,7 @@ def share_one_device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def exchange_on_one_device(group: dist.ProcessGroup, num_exchanges: int) -> int:
+def exchange_on_one_device(group, num_exchanges) -> int:
     share_one_device()
     return exchange_at_random(
         group, "symm_mem", group.size(), num_exchanges, 0.002, "cuda:0"
@@ -41,7 +40,7 @@ def test_random_exchanges_with_random_delays(num_ranks):
     assert sum(results) > 1000
 
 
-def exchange_without_the_host(group: dist.ProcessGroup) -> int:
+def exchange_without_the_host(group) -> int:
     """Nothing synchronises in the steady state, and nothing is allocated but for the parts themselves."""
     device = share_one_device()
     transport = build_transport("symm_mem", group, device, 2**26)
@@ -54,7 +53,7 @@ def exchange_without_the_host(group: dist.ProcessGroup) -> int:
     transport.prepare([routes])
     part = torch.randn(100, 8, 64, device=device, dtype=torch.bfloat16)
 
-    def exchange() -> None:
+    def exchange():
         pending = transport.start([[part]], routes, "steady state", transport.begin())
         pending.wait()
         pending.release()
@@ -72,7 +71,7 @@ def test_the_steady_state_needs_neither_host_nor_allocator():
     assert values(run_processes(2, exchange_without_the_host, timeout_s=300)) == [0, 0]
 
 
-def be_late(group: dist.ProcessGroup) -> str:
+def be_late(group) -> str:
     device = share_one_device()
     transport = build_transport("symm_mem", group, device, 2**26)
     transport.timeout_s = lambda: 1.0

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from io import FileIO
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import Message, RowFormat
 from torchtitan_cad.runtime.transport import build
-from torchtitan_cad.runtime.transport.base import NearRanks, Peers, Routes, gather
+from torchtitan_cad.runtime.transport.base import NearRanks, Routes, gather
 
 YIELDS = 64
 """polls of words before a rank pauses between polls; between the first polls it only yields"""
@@ -36,9 +36,7 @@ class CpuMemory:
         owner: object to keep alive as long as the memory.
     """
 
-    def __init__(
-        self, buffers: Mapping[int, Tensor], rank: int, owner: object = None
-    ) -> None:
+    def __init__(self, buffers: Mapping[int, Tensor], rank: int, owner=None) -> None:
         self.buffers = buffers
         self.own = buffers[rank]
         self._owner = owner
@@ -65,34 +63,32 @@ class CpuMemory:
         ]
         return cls(dict(zip(near.ranks, mapped, strict=True)), near.rank, file)
 
-    def prepare(self, routes: Routes) -> None:
+    def prepare(self, routes):
         pass
 
-    def sending(self) -> AbstractContextManager[object]:
+    def sending(self):
         return nullcontext()
 
     def send(
         self,
-        messages: Sequence[Message],
-        routes: Routes,
-        begins: Sequence[int],
-        word: int,
-        number: int,
-    ) -> None:
+        messages,
+        routes,
+        begins,
+        word,
+        number,
+    ):
         for tensors, row_format, rows, arrival in arrivals(
             messages, routes, begins, self.buffers
         ):
             arrival.copy_(row_format.pack([tensor[rows] for tensor in tensors]))
         self.post(routes.receivers, word, number)
 
-    def post(self, peers: Peers, word: int, number: int) -> None:
+    def post(self, peers, word, number):
         order_accesses()
         for peer in peers.ranks:
             self._words[peer][word] = number
 
-    def wait(
-        self, peers: Peers, first_word: int, number: int, timeout_s: float
-    ) -> list[int]:
+    def wait(self, peers, first_word, number, timeout_s):
         words = self._words[self._rank]
         late = peers.ranks
         looks = 0
@@ -105,7 +101,7 @@ class CpuMemory:
         order_accesses()
         return late
 
-    def overdue(self) -> None:
+    def overdue(self):
         return None
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -151,11 +150,11 @@ def make_fake(generation: int, seen: Recorder) -> ModuleType:
     """The package of a generation."""
     empty_lse = torch.inf if generation == 2 else -torch.inf
 
-    def forward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    def forward(arguments):
         assert FORWARD_OPTIONS[generation].items() <= arguments.items()
         return *attend(arguments, seen, empty_lse), torch.empty(0), torch.empty(2)
 
-    def backward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    def backward(arguments):
         assert BACKWARD_OPTIONS[generation].items() <= arguments.items()
         seen.deterministic.append(arguments["deterministic"])
         grads = attend_backward(arguments, seen, empty_lse)
@@ -175,7 +174,7 @@ def make_fake(generation: int, seen: Recorder) -> ModuleType:
 def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., Any]:
     """One of the two operators behind torch's FlashAttention-2."""
 
-    def run(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    def run(arguments):
         assert arguments["dropout_p"] == 0.0
         assert arguments["max_seqlen_k"] == int(arguments["cu_seqlens_k"].diff().max())
         assert all(arguments[name].is_contiguous() for name in "qkv")
@@ -199,12 +198,12 @@ def fake_operator(op: torch._ops.OpOverload, seen: Recorder) -> Callable[..., An
 def fake_cudnn(seen: Recorder) -> SimpleNamespace:
     """The operators behind torch's cuDNN attention of packed rows."""
 
-    def forward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    def forward(arguments):
         assert arguments["enable_gqa"]
         assert arguments["backend"] == CUDNN_BACKEND
         return *attend(arguments, seen, torch.inf), torch.zeros(2)
 
-    def backward(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    def backward(arguments):
         assert arguments["backend"] == CUDNN_BACKEND
         assert isinstance(arguments["rng_state"], Tensor)
         return attend_backward(arguments, seen, torch.inf)
@@ -230,7 +229,7 @@ def _function(
     ]
     signature = inspect.Signature(made)
 
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args, **kwargs):
         bound = signature.bind(*args, **kwargs).arguments
         arguments = {NAME_HERE.get(name, name): x for name, x in bound.items()}
         return run(arguments | {"is_of_torch": "query" in bound})
@@ -240,7 +239,7 @@ def _function(
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
     *modules: ModuleType,
     capability: tuple[int, int] = (9, 0),
     with_cudnn: bool = False,
@@ -268,7 +267,7 @@ def install(
 COMPONENTS = 3
 
 
-def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_torch(monkeypatch) -> None:
     """Makes kernels take their statistics from here, without Triton and on the CPU."""
     statistics = SimpleNamespace(prepare_statistics=prepare_statistics)
     monkeypatch.setitem(sys.modules, "torchtitan_cad.runtime.triton.delta", statistics)

@@ -29,11 +29,11 @@ def hollow_engine(
     from tests.lib.mock_driver import launches
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
-    def forward_op(q: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def forward_op(q, *_, **__):
         launches["flash_attention"] += 1
         return torch.empty_like(q), torch.empty(q.shape[1::-1])
 
-    def backward_op(dout: Tensor, *qkv: Tensor, **_: object) -> tuple[Tensor, ...]:
+    def backward_op(dout, *qkv, **_):
         launches["flash_attention"] += 1
         q, k, v, _, _, cu_q, *_ = qkv
         heads, dim = q.shape[1:]
@@ -48,7 +48,7 @@ def hollow_engine(
     varlen._backward_op = backward_op
     varlen._takes = lambda op, argument: False
 
-    def allocate(num_bytes: int) -> DeviceMemory:
+    def allocate(num_bytes):
         memory = torch.empty(num_bytes + 512, dtype=torch.uint8)
         begin = -memory.data_ptr() % 512
         own = memory[begin : begin + num_bytes]
@@ -75,7 +75,7 @@ def passes_of_a_layer(
     tokens = int(plan.layout.tokens_per_rank[engine.rank])
     q, k, v, dout, shared = empty_rows(tokens, plan.shape)
 
-    def run_backward(results: Sequence[Tensor]) -> object:
+    def run_backward(results):
         saved = Saved(q, k, v, *results, shared=shared)
         return engine.begin_backward(dout, saved, key).run()
 

@@ -3,9 +3,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,30 +16,23 @@ from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 
-def interpreted_memory(num_bytes: int, group: Any) -> Any:
+def interpreted_memory(num_bytes: int, group):
     """The memory for devices, in memory that CPU ranks share; an interpreted kernel looks some 3000 times a second."""
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
-    shared = shared_memory(num_bytes, group)
+    near = NearRanks(group, range(group.size()), group.size())
+    shared = CpuMemory.share(CpuMemory.reserve(num_bytes, torch.device("cpu")), near)
+    dist.barrier(group)  # until all have opened it
     addresses = [buffer.data_ptr() for buffer in shared.buffers.values()]
     return DeviceMemory(shared.own, addresses, None, owner=shared)
 
 
-def shared_memory(num_bytes: int, group: Any) -> CpuMemory:
-    """Memory that CPU ranks share."""
-    near = NearRanks(group, range(group.size()), group.size())
-    memory = CpuMemory.share(CpuMemory.reserve(num_bytes, torch.device("cpu")), near)
-    dist.barrier(group)  # until all have opened it
-    return memory
-
-
 def interpreted_transport(
-    group: Any,
-    buffer_bytes: int,
+    group,
+    buffer_bytes,
     *,
-    timeout_s: float = 30.0,
-    hosts: Sequence[int] | None = None,
-    **options: bool,
+    timeout_s=30.0,
+    hosts=None,
 ) -> SymmetricTransport:
     """The transport for devices, over such memory; a global rank is 40 more than that in the group."""
     allocate = partial(interpreted_memory, group=group)
@@ -52,7 +43,7 @@ def interpreted_transport(
         near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
         far = FarRanks(rank, near, ranks, transfer_over(group), torch.device("cpu"))
     return SymmetricTransport(
-        ranks, rank, allocate, lambda: timeout_s, buffer_bytes, far=far, **options
+        ranks, rank, allocate, lambda: timeout_s, buffer_bytes, far=far
     )
 
 
@@ -77,9 +68,7 @@ def _round_as_devices_do() -> None:
 
     convert = interpreter._convert_float
 
-    def convert_or_round(
-        data: np.ndarray, source: Any, target: Any, mode: Any
-    ) -> np.ndarray:
+    def convert_or_round(data, source, target, mode):
         if (source, target) == (tl.float32, tl.bfloat16):
             rounded = torch.from_numpy(np.array(data, np.float32)).bfloat16()
             return rounded.view(torch.int16).numpy().view(np.uint16)
@@ -94,7 +83,7 @@ def _loop_over_numbers() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_with_index(tensor: Any, scope: Any) -> None:
+    def patch_with_index(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 

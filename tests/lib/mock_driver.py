@@ -19,12 +19,12 @@ launches: Counter[str] = Counter()
 
 
 class _Utils:
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple:
+    def load_binary(self, name, kernel, shared, device):
         return object(), object(), 0, 0, 1024
 
-    def unload_module(self, module: object) -> None: ...
+    def unload_module(self, module): ...
 
-    def get_device_properties(self, device: int) -> dict[str, int]:
+    def get_device_properties(self, device):
         return {
             "max_shared_mem": 227 * 1024,
             "multiprocessor_count": 132,
@@ -34,10 +34,10 @@ class _Utils:
 
 
 class _Launcher:
-    def __init__(self, source: Any, metadata: Any) -> None:
+    def __init__(self, source, metadata) -> None:
         self.name = metadata.name
 
-    def __call__(self, x: int, y: int, z: int, *arguments: Any) -> None:
+    def __call__(self, x, y, z, *arguments):
         assert all(
             0 < size < most for size, most in ((x, 2**31), (y, 2**16), (z, 2**16))
         ), (self.name, x, y, z)
@@ -48,31 +48,31 @@ class _Driver:
     utils = _Utils()
     launcher_cls = _Launcher
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def set_current_device(self, device: int) -> None: ...
+    def set_current_device(self, device): ...
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device):
         return 0
 
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+    def get_device_capability(self, device=0):
         return divmod(CAPABILITY, 10)
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self):
         return GPUTarget("cuda", CAPABILITY, 32)
 
-    def get_active_torch_device(self) -> torch.device:
+    def get_active_torch_device(self):
         return torch.device("cpu")
 
-    def get_device_interface(self) -> object:
+    def get_device_interface(self):
         return torch.cuda
 
 
 _compile = JITFunction._do_compile
 
 
-def _record(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+def _record(self: JITFunction, *args, **kwargs):
     kernel = _compile(self, *args, **kwargs)
     compiled.append((self.fn.__name__, kernel))
     return kernel

@@ -6,10 +6,8 @@ The package knows nothing of it: what takes the steps is wrapped, once in a proc
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from torchtitan_cad.integration.pingpong.loop import _NanoBatch
-from torchtitan_cad.runtime.attend import TaskRunner
 from torchtitan_cad.runtime.call import AttentionCall
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, get_engine
 
@@ -30,49 +28,33 @@ def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
 
 @functools.cache
 def _wrap() -> None:
-    _replace(CoreAttentionEngine, "enter", _enter)
-    _replace(AttentionCall, "finish", _finish)
-    _replace(AttentionCall, "combine_results", _combine_results)
-    _replace(_NanoBatch, "run", _run)
+    for owner, name, noting in (
+        (CoreAttentionEngine, "enter", _enter),
+        (AttentionCall, "finish", _finish),
+        (AttentionCall, "combine_results", _combine_results),
+        (_NanoBatch, "run", _run),
+    ):
+        method = functools.partialmethod(noting, getattr(owner, name))
+        setattr(owner, name, method)
 
 
-def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-    setattr(
-        owner,
-        name,
-        functools.wraps(original)(
-            lambda *args, **kwargs: replacement(original, *args, **kwargs)
-        ),
-    )
-
-
-def _enter(
-    original: Callable,
-    engine: CoreAttentionEngine,
-    step: str,
-    direction: Any,
-    key: int,
-    *rows: Any,
-) -> int:
+def _enter(engine, original, step, direction, key, *rows):
     note(engine, f"{step}_{direction.name}", key)
     return original(engine, step, direction, key, *rows)
 
 
-def _finish(original: Callable, call: AttentionCall) -> Any:
+def _finish(call, original):
     note(call.engine, f"finish_{call.direction.name}", call.key)
     return original(call)
 
 
-def _combine_results(
-    original: Callable, call: AttentionCall, tasks: TaskRunner
-) -> None:
+def _combine_results(call, original, tasks):
     if call._plan.calls:
         note(call.engine, f"compute_{call.direction.name}", call.key)
     original(call, tasks)
 
 
-def _run(original: Callable, nano_batch: _NanoBatch, name: str, *work: Any) -> Any:
+def _run(nano_batch, original, name, *work):
     engine = get_engine(nano_batch.engine)
     key = nano_batch.key
     note(engine, f"{name} forward", key)

@@ -57,9 +57,7 @@ class PlainBlock(nn.Module):
     def block(self) -> nn.Module:
         return self
 
-    def project(
-        self, x: Tensor, rope: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x, rope, positions):
         assert positions is None
         rows = self.wqkv(self.norms[0](x)).split(self.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in rows)
@@ -67,7 +65,7 @@ class PlainBlock(nn.Module):
         k = _rotate(k, rope)
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, x, attended):
         h = x + self.wo(attended)
         gate, up = self.w13(self.norms[1](h)).chunk(2, dim=-1)
         return h + self.w2(F.silu(gate) * up)
@@ -124,7 +122,7 @@ class NanoBatchesAndWhole:
         plans = [_any_plan(rng, layout, shape) for layout in halves * microbatches]
         kernel = kernel or get_kernel("auto", device, shape)
 
-        def add_engine(name: str, plans: list[Plan], own: Any, rank: int = 0) -> None:
+        def add_engine(name, plans, own, rank=0):
             engine = CoreAttentionEngine(
                 kernel,
                 own,
@@ -162,7 +160,7 @@ class NanoBatchesAndWhole:
     def run_whole(self, blocks: nn.ModuleList, rank: int = 0) -> Callable[..., Tensor]:
         """Block by block; linear work in the blocks' dtype, core attention always in ``dtype``."""
 
-        def run(number: int = 0) -> Tensor:
+        def run(number=0):
             x = self.xs[rank].to(next(blocks.parameters()).dtype)
             for block in blocks:
                 qkv = block.project(x, self.rope, None)
@@ -188,7 +186,7 @@ class NanoBatchesAndWhole:
 
         ranks = range(len(self.xs))
 
-        def train(run: Callable[..., Tensor], blocks: nn.ModuleList) -> list[Tensor]:
+        def train(run, blocks):
             """Outputs and gradients."""
             outputs = [run(number) for number in range(self.microbatches)]
             for number, out in enumerate(outputs, start=1):
@@ -201,7 +199,7 @@ class NanoBatchesAndWhole:
             for rank in ranks
         ]
 
-        def train_halves(rank: int) -> list[Tensor]:
+        def train_halves(rank):
             return train(loops[rank], halved[rank])
 
         alone = len(ranks) == 1

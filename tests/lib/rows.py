@@ -58,7 +58,7 @@ class Tensors:
         heads = shape.num_heads
         kv_heads = shape.num_kv_heads
 
-        def rows(heads: int, dim: int) -> list[Tensor]:
+        def rows(heads, dim):
             return [torch.randn(n, heads, dim).to(dtype) for n in counts]
 
         keys = rows(kv_heads, shape.key_dim), rows(kv_heads, shape.out_dim)
@@ -71,13 +71,10 @@ class Tensors:
             ]
         return made
 
-    @property
-    def fields(self) -> list[list[Tensor]]:
-        """Without ``shared``."""
-        return [self.q, self.k, self.v, self.dout, *([self.dlse] if self.dlse else [])]
-
     def of_rank(self, rank: int) -> list[Tensor]:
-        return [xs[rank] for xs in self.fields]
+        """Without ``shared``."""
+        kinds = (self.q, self.k, self.v, self.dout, self.dlse)
+        return [xs[rank] for xs in kinds if xs]
 
     def shared_of_rank(self, rank: int) -> Tensor | None:
         return self.shared[rank] if self.shared else None
@@ -113,17 +110,15 @@ class SquareKernel(CpuKernel):
 
     squares_only = True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q, k, v, call):
         self._require_squares(call)
         return super().forward(q, k, v, call)
 
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *args):
         self._require_squares(args[-1])
         return super().backward(*args)
 
-    def _require_squares(self, call: VarlenArgs) -> None:
+    def _require_squares(self, call):
         assert not call.causal or np.array_equal(call.cu_q_host, call.cu_k_host)
 
 
@@ -138,9 +133,9 @@ def execute(
     squares_only: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
     transports: Sequence[Any] = (),
-    servers: Any = None,
+    servers=None,
 ) -> list[list[Tensor]]:
-    """[out, lse, dq, dk, dv, maybe dshared] by rank; ``squares_only``: ``SquareKernel``.
+    """Results of ``run_layer`` by rank; ``squares_only``: ``SquareKernel``.
 
     ``servers``: that have joined. ``hosts``: rows travel over the memory of every host, and by messages between hosts.
     """
@@ -148,7 +143,7 @@ def execute(
     transports = transports or thread_transports(num_ranks, buffer_bytes, hosts)
     scale = plan.shape.head_dim**-0.5
 
-    def body(rank: int) -> list[Tensor]:
+    def body(rank):
         engine = CoreAttentionEngine(
             SquareKernel() if squares_only else get_kernel("cpu", CPU),
             transports[rank],
@@ -160,16 +155,21 @@ def execute(
         engine.servers = servers
         engine.add_plan(7, plan)
         engine.add_plan(8, backward or plan)
-        (q, k, v, dout, *dlse), shared = (
-            tensors.of_rank(rank),
-            tensors.shared_of_rank(rank),
-        )
-        results = engine.begin_forward(q, k, v, 7, shared).run()
-        saved = Saved(q, k, v, *results, shared=shared)  # type: ignore[misc]
-        gradients = engine.begin_backward(dout, saved, 8, *dlse).run()
-        return [saved.out, saved.lse, *gradients]
+        return run_layer(engine, tensors, 7, 8)
 
     return run_ranks(num_ranks, body)
+
+
+def run_layer(
+    engine: CoreAttentionEngine, tensors: Tensors, key: int, backward_key: int
+) -> list[Tensor]:
+    """[out, lse, dq, dk, dv, maybe dshared] of the engine's rank."""
+    q, k, v, dout, *dlse = tensors.of_rank(engine.rank)
+    shared = tensors.shared_of_rank(engine.rank)
+    results = engine.begin_forward(q, k, v, key, shared).run()
+    saved = Saved(q, k, v, *results, shared=shared)  # type: ignore[misc]
+    gradients = engine.begin_backward(dout, saved, backward_key, *dlse).run()
+    return [saved.out, saved.lse, *gradients]
 
 
 def dense(

@@ -2,7 +2,6 @@
 """Work of a device, recorded on the CPU to be counted."""
 
 from collections import Counter
-from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,9 +24,7 @@ class Tape(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.read: list[Tensor] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense":

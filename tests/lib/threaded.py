@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tests.lib.cpu_memory import CpuMemory
 from torchtitan_cad.runtime.packing import RowFormat
-from torchtitan_cad.runtime.transport.base import Pending, Routes
 from torchtitan_cad.runtime.transport.far import FarRanks, Part, Works
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
@@ -42,18 +41,18 @@ class ThreadTransport(SymmetricTransport):
 
     def start(
         self,
-        messages: Sequence[Sequence[Tensor]],
-        routes: Routes,
-        phase: str,
-        call: int,
-    ) -> Pending:
+        messages,
+        routes,
+        phase,
+        call,
+    ):
         time.sleep(random.random() * MOST_DELAY_S)
         for parts, route in zip(messages, routes, strict=True):
             num_bytes = sum(route.send_counts) * RowFormat(parts).row_bytes
             self.sent[phase.split()[0]] += num_bytes
         return super().start(messages, routes, phase, call)
 
-    def _free(self, buffers: range) -> None:
+    def _free(self, buffers):
         super()._free(buffers)
         begin, end = (
             self._first_byte + buffer * self.buffer_bytes
@@ -112,10 +111,10 @@ class ThreadWork:
     def __init__(self) -> None:
         self._is_complete = threading.Event()
 
-    def complete(self) -> None:
+    def complete(self):
         self._is_complete.set()
 
-    def wait(self, timeout: timedelta = timedelta(seconds=TIMEOUT_S)) -> None:
+    def wait(self, timeout=timedelta(seconds=TIMEOUT_S)):
         assert self._is_complete.wait(timeout.total_seconds())
 
 
@@ -147,7 +146,7 @@ class ThreadMessages:
         ]
         return Works(sends, receives)
 
-    def _start(self, sender: int, receiver: int, part: Part, *, receives: bool) -> Any:
+    def _start(self, sender: int, receiver: int, part: Part, *, receives: bool):
         started = part.rows, self.new_work()
         message = (sender, receiver, part.tag)
         with self._lock:
@@ -168,14 +167,14 @@ class ThreadMessages:
 
 
 def transports_over(
-    allocations: Any,
+    allocations,
     num_ranks: int,
     buffer_bytes: int = BUFFER_BYTES,
     far_of: Callable[[int], FarRanks | None] = lambda rank: None,
 ) -> list[ThreadTransport]:
     """Transports of all ranks, which allocate together; ``far_of`` gives a rank its far peers."""
 
-    def make(rank: int) -> ThreadTransport:
+    def make(rank):
         allocate = partial(allocations.allocate, rank)
         return ThreadTransport(
             range(num_ranks),
@@ -190,7 +189,7 @@ def transports_over(
 
 
 def far_ranks(
-    messages: Any, hosts: Sequence[int], rank: int, device: torch.device
+    messages, hosts: Sequence[int], rank: int, device: torch.device
 ) -> FarRanks:
     """The far peers of a rank, given the number of every rank's host."""
     near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
@@ -206,7 +205,7 @@ def thread_transports(
     allocations = ThreadAllocations(num_ranks, hosts)
     messages = ThreadMessages()
 
-    def far_of(rank: int) -> FarRanks | None:
+    def far_of(rank):
         return (
             None
             if hosts is None
@@ -220,7 +219,7 @@ def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:
     """``body(rank)`` on one thread per rank; the first error is raised."""
     barrier = threading.Barrier(num_ranks)
 
-    def start(rank: int) -> T:
+    def start(rank):
         # of this thread: pools that spin for each other stall where cores are few
         torch.set_num_threads(1)
         barrier.wait(TIMEOUT_S)

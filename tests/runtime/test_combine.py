@@ -117,7 +117,7 @@ def delta_in_fp64(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.double() * out.double()).sum(-1)
 
 
-def interpret_and_compare(group) -> None:
+def interpret_and_compare(group):
     interpret()
     compare_orders(0, CPU)
     compare_with_torch(CPU)

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.attention import varlen as stock
 
 from tests.lib.fake_flash_attn import NAMES, Recorder, install, make_fake
@@ -29,41 +28,46 @@ def modules(*generations: int) -> list[ModuleType]:
     return [make_fake(generation, Recorder()) for generation in generations]
 
 
+OTHER_SHAPES = {
+    "window": AttentionShape(4, 2, 64, 2, window=40),
+    "small heads": AttentionShape(4, 2, 16, 2),
+}
+
+
 @pytest.mark.parametrize(
-    ("generations", "with_cudnn", "capability", "shape", "wanted"),
+    "case",
     [
-        ((2, 3, 4), True, (9, 0), SHAPE, FA4),
-        ((2, 3, 4), True, (11, 0), SHAPE, FA4),
-        ((2, 3), True, (9, 0), SHAPE, FA3),
-        ((2, 3), True, (10, 0), SHAPE, "cudnn"),
-        ((2,), True, (9, 0), SHAPE, "cudnn"),
-        ((2,), True, (9, 0), AttentionShape(4, 2, 64, 2, window=40), FA2),
-        ((2,), False, (9, 0), SHAPE, FA2),
-        ((2, 3, 4), False, (8, 6), SHAPE, FA2),
-        ((2, 3, 4), False, (12, 0), SHAPE, FA2),
-        ((3, 4), False, (9, 0), AttentionShape(4, 2, 16, 2), FA3),
-        ((), False, (9, 0), SHAPE, "varlen"),
+        "234, cudnn, 9.0, , 4",
+        "234, cudnn, 11.0, , 4",
+        "23, cudnn, 9.0, , 3",
+        "23, cudnn, 10.0, , cudnn",
+        "2, cudnn, 9.0, , cudnn",
+        "2, cudnn, 9.0, window, 2",
+        "2, , 9.0, , 2",
+        "234, , 8.6, , 2",
+        "234, , 12.0, , 2",
+        "34, , 9.0, small heads, 3",
+        ", , 9.0, , varlen",
     ],
 )
-def test_the_first_that_can_run_is_taken(
-    monkeypatch, caplog, generations, with_cudnn, capability, shape, wanted
-):
-    install(
-        monkeypatch,
-        *modules(*generations),
-        capability=capability,
-        with_cudnn=with_cudnn,
-    )
+def test_the_first_that_can_run_is_taken(monkeypatch, caplog, case):
+    """Generations of packages, whether cuDNN is there, the device's capability, shape; and what is taken."""
+    generations, has_cudnn, capability, shape, wanted = case.split(", ")
+    packages = modules(*map(int, generations))
+    version = tuple(map(int, capability.split(".")))
+    install(monkeypatch, *packages, capability=version, with_cudnn=bool(has_cudnn))
+    title = {"2": FA2, "3": FA3, "4": FA4}.get(wanted, wanted)
     with caplog.at_level(logging.INFO):
-        assert str(get_kernel("auto", "cuda", shape)) == wanted
-    assert f"cad.kernel = 'auto': {wanted}; " in caplog.text
+        kernel = get_kernel("auto", "cuda", OTHER_SHAPES.get(shape, SHAPE))
+    assert str(kernel) == title
+    assert f"cad.kernel = 'auto': {title}; " in caplog.text
 
 
 def test_a_kernel_that_fails_is_left_out(monkeypatch):
     """As one whose compiler, or whose backward, cannot serve this device."""
     install(monkeypatch, *modules(3, 4), capability=(9, 0))
 
-    def launch(kernel: object, *_: object) -> None:
+    def launch(kernel, *_):
         if str(kernel) == FA4:
             raise AssertionError("not on this device")
 
@@ -105,7 +109,7 @@ def test_kernels_that_are_set(monkeypatch):
         get_kernel("cudnn", "cuda", SHAPE)
 
 
-def choose(group: dist.ProcessGroup) -> list[str]:
+def choose(group) -> list[str]:
     """What a rank takes and why, where ranks have other packages; and why it cannot take what is set."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         packages = modules(2, 4) if group.rank() == 0 else modules(3)

@@ -49,9 +49,7 @@ NOT_OF_CUDNN: list[tuple[list[int], list[int], bool]] = [
 ]
 
 
-def make_kernel(
-    monkeypatch: pytest.MonkeyPatch, name: str | int
-) -> tuple[FusedKernel, Recorder]:
+def make_kernel(monkeypatch, name: str | int) -> tuple[FusedKernel, Recorder]:
     seen = Recorder()
     use_torch(monkeypatch)
     if name == "cudnn":

@@ -2,7 +2,6 @@
 """Launches of the path for CUDA, counted on the CPU."""
 
 import numpy as np
-import torch.distributed as dist
 
 from tests.lib.counted import COUNTED, COUNTED_SHAPE
 from tests.lib.hollow import hollow_engine, passes_of_a_layer
@@ -27,7 +26,7 @@ COUNTED_PLAN = Plan.from_tasks(
 )
 
 
-def count(group: dist.ProcessGroup, plan: Plan) -> list[dict[str, int]]:
+def count(group, plan) -> list[dict[str, int]]:
     """Launches by name of one layer's forward and backward of this rank, once tables have been in use."""
     engine = hollow_engine(2, group.rank())
     from tests.lib.mock_driver import launches

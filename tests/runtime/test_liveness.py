@@ -53,7 +53,7 @@ class Rank:
 
 
 @pytest.fixture(autouse=True)
-def _waits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def _waits_are_short(monkeypatch):
     monkeypatch.setattr(liveness, "_GONE_WAIT_S", 0.01)
     monkeypatch.setattr(liveness, "_LAUNCHER_WAIT_S", 0.01)
 
@@ -67,11 +67,11 @@ MakeRank = Callable[..., Rank]
 
 
 @pytest.fixture
-def make_rank(store: dist.Store) -> Iterator[MakeRank]:
+def make_rank(store) -> Iterator[MakeRank]:
     """Makes a rank, with options of ``PeerMonitor``; it is closed with the test."""
     with ExitStack() as stack:
 
-        def make(rank: int, *args, on: dist.Store = store, **options) -> Rank:
+        def make(rank, *args, on=store, **options):
             made = Rank(on, rank, *args, **options)
             stack.callback(made.monitor.close)
             return made
@@ -80,7 +80,7 @@ def make_rank(store: dist.Store) -> Iterator[MakeRank]:
 
 
 @pytest.fixture
-def ranks(make_rank: MakeRank) -> list[Rank]:
+def ranks(make_rank) -> list[Rank]:
     return [make_rank(rank) for rank in range(WORLD)]
 
 
@@ -92,7 +92,7 @@ def only(findings: list[str], rank: int, *texts: str) -> str:
     return finding
 
 
-def check_logged_once(caplog: pytest.LogCaptureFixture, rank: Rank, text: str) -> None:
+def check_logged_once(caplog, rank: Rank, text: str) -> None:
     assert eventually(lambda: text in caplog.messages)
     rank.monitor.examine()
     assert caplog.messages.count(text) == 1  # several others watch the peer
@@ -166,7 +166,7 @@ def test_failed_communication_is_no_cause_if_there_is_a_better_one(ranks):
         only(monitor.examine(), 2, "no sign of life")
 
 
-def stop_in_two_attempts(group: dist.ProcessGroup) -> list[list[str]]:
+def stop_in_two_attempts(group) -> list[list[str]]:
     """What a rank finds at the beginning of each of two attempts with one store, in which all ranks stop."""
     findings = list[list[str]]()
     for _ in range(2):
@@ -211,7 +211,7 @@ def victim() -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture
-def host(make_rank: MakeRank, victim: subprocess.Popen) -> list[Rank]:
+def host(make_rank, victim) -> list[Rank]:
     """Ranks of one host, which know each other's processes; rank 1 is to have the victim's."""
     ranks = [make_rank(rank, host_ranks=range(WORLD)) for rank in range(WORLD)]
     own = ranks[1].monitor.own
@@ -229,7 +229,7 @@ def end(process: subprocess.Popen) -> None:
     assert eventually(lambda: has_ended(process.pid))
 
 
-def not_of_silence(caplog: pytest.LogCaptureFixture) -> list[str]:
+def not_of_silence(caplog) -> list[str]:
     return [message for message in caplog.messages if "no sign of life" not in message]
 
 
@@ -276,21 +276,21 @@ class CountingStore:
         self._store = store
         self.counts = Counter[str]() if counts is None else counts
 
-    def __getattr__(self, name: str) -> Callable:
+    def __getattr__(self, name):
         return getattr(self._store, name)
 
-    def clone(self) -> "CountingStore":
+    def clone(self):
         return CountingStore(self._store.clone(), self.counts)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys):
         self.counts["values"] += len(keys)
         return self._store.multi_get(keys)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         self.counts["values"] += 1
         return self._store.get(key)
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         self.counts["heartbeats"] += 1
         self._store.set(key, value)
 
@@ -305,7 +305,7 @@ def test_every_rank_of_many_names_the_dead_one_and_they_read_little(
     silence_s = world / 64
     half = world // 2
 
-    def make(rank: int) -> PeerMonitor:
+    def make(rank):
         first = rank - rank % half
         options = {"group": range(first, first + half), "interval_s": 1000.0}
         monitor = PeerMonitor(counting, rank, world, **options)
@@ -360,17 +360,17 @@ class HangingStore:
         self.answers = threading.Event()
         self.answers.set()
 
-    def __getattr__(self, name: str) -> Callable:
-        def ask(*arguments: object) -> object:
+    def __getattr__(self, name):
+        def ask(*arguments):
             assert self.answers.wait(60)
             return getattr(self._store, name)(*arguments)
 
         return ask
 
-    def clone(self) -> "HangingStore":
+    def clone(self):
         return self
 
-    def set_timeout(self, timeout: object) -> None:
+    def set_timeout(self, timeout):
         pass
 
 

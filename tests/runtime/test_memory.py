@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.lib.hollow import hollow_engine, passes_of_a_layer
 from tests.lib.processes import run_processes, values
 from tests.lib.sets import needs_triton
-from torchtitan_cad.planning import AttentionShape, Plan, TokenLayout, make_plan
+from torchtitan_cad.planning import AttentionShape, TokenLayout, make_plan
 from torchtitan_cad.planning.keeping import most_working_bytes
 from torchtitan_cad.planning.model.shape import RowBytes
 from torchtitan_cad.tools.simulation import working_memory
@@ -50,12 +50,12 @@ class LiveBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._free, key, storage.nbytes())
         return result
 
-    def _free(self, key: int, num_bytes: int) -> None:
+    def _free(self, key, num_bytes):
         self._seen.discard(key)
         self.now -= num_bytes
 
 
-def measured(group: object, plan: Plan, limit: float) -> list[tuple[int, int]]:
+def measured(group, plan, limit) -> list[tuple[int, int]]:
     """Of every rank most bytes alive in a pass, with its results and rows that it keeps, and the bytes of these."""
     sizes = []
     for rank in range(plan.layout.num_ranks):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +71,7 @@ def test_any_lost_answers_leave_the_same_bits(heads, seed, share):
     rng = random.Random(seed)
     are_lost = []
 
-    def ask(server: int, request: Request, seconds: float) -> Any:
+    def ask(server, request, seconds):
         """Compute at once what is not lost."""
         are_lost.append(rng.random() < share)
         results = request.compute(get_kernel("cpu", CPU))
@@ -89,7 +88,7 @@ def test_any_lost_answers_leave_the_same_bits(heads, seed, share):
 
 
 @pytest.fixture(autouse=True)
-def _joins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _joins_at_once(monkeypatch):
     monkeypatch.setattr(server, "attention_seconds", lambda *_, **__: 1e-4)
     monkeypatch.setattr(server, "RETRY_S", 0.1)
     monkeypatch.setattr(server, "REJOIN_S", 0.0)
@@ -116,7 +115,7 @@ def pool_of(store: dist.TCPStore) -> ServerPool:
 def use_servers(pool: ServerPool, count: int) -> None:
     """Make lists until ``count`` servers are on one."""
 
-    def are_used() -> bool:
+    def are_used():
         pool.take_lists([pool.look()])
         return len(pool.listed) == count
 
@@ -159,7 +158,7 @@ Behave = Callable[[Connection], None]
 def answer_raw(job: int = JOB, length: int = 7, total: int = 0) -> Behave:
     """Send a head and some text."""
 
-    def behave(connection: Connection) -> None:
+    def behave(connection):
         text = torch.zeros(7, dtype=torch.uint8)
         for part in (torch.tensor([job, length, total]), text):
             connection._group.send([part], 0, 0).wait()
@@ -168,9 +167,9 @@ def answer_raw(job: int = JOB, length: int = 7, total: int = 0) -> Behave:
 
 
 def answer_with(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind: Any = "results"
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind="results"
 ) -> Behave:
-    def behave(connection: Connection) -> None:
+    def behave(connection):
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
         Connection.send(connection, ServerMessage(kind, {}, tensors), 5)
 
@@ -204,7 +203,7 @@ def test_a_wrong_server_is_struck_off(store, caplog, monkeypatch, behave, reason
     class FalseConnection(Connection):
         """Echoes, and does what ``behave`` does in place of an answer."""
 
-        def send(self, message: ServerMessage, timeout_s: float) -> None:
+        def send(self, message, timeout_s):
             if message.kind == "echo":
                 super().send(message, timeout_s)
             else:

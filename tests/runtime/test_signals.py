@@ -228,7 +228,7 @@ def test_job_that_succeeds_is_quiet_and_a_folder_that_is_not_redirected_to_is_re
 ):
     runs = []
 
-    def run(options) -> None:
+    def run(options):
         runs.append((options, os.path.isdir(options.log_dir or "")))
 
     monkeypatch.setattr(torchrun, "run", run)

@@ -137,7 +137,7 @@ def test_one_graph_for_all_plans(rows, attend, backend):
     """Other work between steps stays there."""
     graphs = []
 
-    def counting(graph_module: torch.fx.GraphModule, example_inputs: list):
+    def counting(graph_module, example_inputs):
         graphs.append(graph_module)
         return torch._dynamo.lookup_backend(backend)(graph_module, example_inputs)
 

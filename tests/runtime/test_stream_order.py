@@ -36,12 +36,6 @@ pytestmark = needs_ledger
 # The engine over symmetric memory -------------------------------------------------------------------------------------
 
 
-def _without(cls: type, name: str, value: object) -> AbstractContextManager[object]:
-    """Sets an attribute of all objects of a class."""
-    constant = property(lambda self: value, lambda self, ignored: None)
-    return mock.patch.object(cls, name, constant, create=True)
-
-
 SHAPE = AttentionShape(2, 1, 16, 4)
 LAYERS = 3
 SEGMENTS = [[(0, 0, 64)], [(d, 0, 8) for d in range(1, 9)]]
@@ -107,6 +101,7 @@ def run_engine(mistake: str, hosts: tuple[int, ...] | None) -> list[str]:
     """Races of both ranks, which are on one host or on two."""
     from tests.lib.ledger.ranks import LedgerMemory, ledger_transports
 
+    nothing = property(lambda self: [], lambda self, ignored: None)
     patches = {
         "none": nullcontext(),
         "plans not waited for": _without_waits(engine),
@@ -120,7 +115,9 @@ def run_engine(mistake: str, hosts: tuple[int, ...] | None) -> list[str]:
         "messages not waited for": mock.patch.object(
             FarRows, "wait_received", return_value=None
         ),
-        "sent messages not kept": _without(FarRows, "packed", []),
+        "sent messages not kept": mock.patch.object(
+            FarRows, "packed", nothing, create=True
+        ),
     }
     transports = ledger_transports(2, hosts)
     with patches[mistake]:
@@ -156,7 +153,7 @@ def exchange_on_two_streams(hosts: tuple[int, ...] | None) -> list[str]:
 
     transports = ledger_transports(2, hosts)
 
-    def body(rank: int) -> None:
+    def body(rank):
         torch.accelerator.set_device_index(rank)
         routes = all_to_all(rank, ~np.eye(2, dtype=bool), 8)
         for stream in 2 * [torch.Stream(f"ledger:{rank}") for _ in range(2)]:

@@ -6,12 +6,10 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.lib.exchanges import (
     exchange_at_random,
@@ -55,11 +53,11 @@ def test_random_exchanges_inside_hosts_and_between_them(hosts):
 
 
 def exchange_until(
-    group: dist.ProcessGroup,
-    last: int,
-    end: str,
-    hosts: Sequence[int] | None = None,
-) -> None:
+    group,
+    last,
+    end,
+    hosts=None,
+):
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
     transport = symmetric(group, timeout_s=1.0, hosts=hosts)
     rank = group.rank()
@@ -126,7 +124,7 @@ def test_a_peer_that_hoards_its_buffer_is_named():
     check_failure(results[0], failed)
 
 
-def fill_both_buffers(group: dist.ProcessGroup) -> None:
+def fill_both_buffers(group):
     memory_of_another = weakref.ref(symmetric(group)._memory)
     assert memory_of_another() is None
     transport = symmetric(group, buffer_bytes=1024)

@@ -22,10 +22,10 @@ from torchtitan_cad.runtime.transport import build
 from torchtitan_cad.runtime.transport.build import build_transport, expected_transport
 
 
-def choose_where_one_rank_cannot(group: dist.ProcessGroup) -> list[str]:
+def choose_where_one_rank_cannot(group) -> list[str]:
     """Rank 1 may make no files in memory, say; errors of compilers derive from Exception alone."""
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise Exception("no file in memory")
 
     check = build._check
@@ -81,14 +81,14 @@ AUTO = {
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def machine(monkeypatch) -> Callable[..., None]:
     """Makes this process see a machine that has these."""
 
     def set_up(
-        triton: object = True,
-        backend: str | None = None,
-        nvshmem: bool = False,
-    ) -> None:
+        triton=True,
+        backend=None,
+        nvshmem=False,
+    ):
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)
@@ -121,12 +121,12 @@ def test_what_names_mean(machine):
         assert expected_transport("nvshmem", CUDA, num_hosts)[0] == "nvshmem"
 
 
-def choose_over_all_groups(group: dist.ProcessGroup) -> None:
+def choose_over_all_groups(group):
     """Two groups of two ranks; NVSHMEM lacks something on a rank of one of them."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
     own = groups[group.rank() // 2]
 
-    def check(name: str, device: torch.device) -> None:
+    def check(name, device):
         if group.rank() == 3:
             raise RuntimeError("no library")
 
@@ -141,13 +141,13 @@ def test_all_groups_of_a_job_agree_before_nvshmem_allocates():
     values(run_processes(4, choose_over_all_groups))
 
 
-def agree_over_another_group(group: dist.ProcessGroup) -> None:
+def agree_over_another_group(group):
     """Nothing is gathered over the transport's own group, of which NCCL would make a communicator for that alone."""
     agreement = dist.new_group(backend="gloo")
     gather = dist.all_gather_object
     used = []
 
-    def record(values: list[object], value: object, group: dist.ProcessGroup) -> None:
+    def record(values, value, group):
         used.append(group)
         gather(values, value, group=group)
 
@@ -164,7 +164,7 @@ def test_ranks_agree_over_the_group_they_are_given():
     values(run_processes(2, agree_over_another_group))
 
 
-def differ_in_hosts(group: dist.ProcessGroup) -> list[str]:
+def differ_in_hosts(group) -> list[str]:
     """Ranks 0 and 1 of four share a host, ranks 2 and 3 do not. Later groups have names of their own."""
     groups = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
     rank = group.rank()
@@ -186,10 +186,10 @@ def test_groups_may_differ_in_hosts():
     assert values(run_processes(4, differ_in_hosts)) == [near, near, far, far]
 
 
-def fail_at_every_step(group: dist.ProcessGroup) -> None:
+def fail_at_every_step(group):
     """Rank 1 fails on its way to shared memory, the later step first, while its peer goes on to the next step."""
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise OSError("too many files")
 
     cpu_memory.install()
@@ -207,7 +207,7 @@ def test_no_rank_waits_for_one_that_cannot_share_memory():
     values(run_processes(2, fail_at_every_step))
 
 
-def start_late(group: dist.ProcessGroup, log: str) -> None:
+def start_late(group, log):
     logging.basicConfig(format="%(message)s", filename=log)
     with build._ends_unless_started_in(0.2):
         time.sleep(30)
@@ -244,7 +244,7 @@ def test_a_host_is_a_boot_and_a_name(monkeypatch, tmp_path):
     assert hosts.number_hosts(["b", "a", "b", "c"]) == (0, 1, 0, 2)
 
 
-def spoil_the_trial(group: dist.ProcessGroup) -> None:
+def spoil_the_trial(group):
     """Rank 0's rows do not arrive: a device whose memory others cannot write to."""
     cpu_memory.install()
     if group.rank() == 0:

@@ -26,7 +26,7 @@ from torchtitan_cad.runtime.transport.base import Route, Routes
 pytestmark = needs_triton
 
 
-def exchange_on_interpreted_devices(group, programs: int) -> int:
+def exchange_on_interpreted_devices(group, programs) -> int:
     """The random exchanges over the memory for devices, each in one launch of few programs for blocks of few rows."""
     interpret()
     import triton.language as tl
@@ -52,7 +52,7 @@ def test_random_exchanges_between_interpreted_devices(num_ranks, programs):
     assert sum(values(results)) > 200
 
 
-def signal_and_wait(group) -> None:
+def signal_and_wait(group):
     interpret()
     from torchtitan_cad.runtime.triton import put, signals
 
@@ -111,10 +111,10 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
 
     done: list[tuple[str, list[int]]] = []
 
-    def recorded(step: str):
+    def recorded(step):
         return lambda peers, *_: done.append((step, peers.tolist()))
 
-    def put_rows(messages, blocks, begins, addresses, *_) -> None:
+    def put_rows(messages, blocks, begins, addresses, *_):
         step = "stage" if len(set(addresses.tolist())) == 1 else "put"
         done.append((step, blocks.table[:, 0].tolist()))
 
@@ -197,7 +197,7 @@ def test_memory_of_a_hosts_devices_is_mapped_in_bounded_time(
     own = torch.zeros(64, dtype=torch.uint8)
     addresses = [4096, own.data_ptr() + 8 * begins_elsewhere]
 
-    def rendezvous(*_: object) -> SimpleNamespace:
+    def rendezvous(*_):
         waits.append(store.timeout.total_seconds())
         assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         return SimpleNamespace(buffer_ptrs=addresses)

@@ -43,9 +43,7 @@ WIDE = (
 )
 
 
-def run_plans(
-    group: object, shape: AttentionShape, num_ranks: int, num_plans: int, folder: str
-) -> tuple[list[str], int]:
+def run_plans(group, shape, num_ranks, num_plans, folder) -> tuple[list[str], int]:
     """Layers of rank 0 by many plans. Returns the variants in their order, and how many a warm-up has compiled."""
     os.environ["TRITON_CACHE_DIR"] = folder
     engine = hollow_engine(num_ranks, buffer_bytes=buffer_bytes())
@@ -82,7 +80,7 @@ def registers(code: str, capability: int) -> int:
     return int(re.search(r"Used (\d+) registers", said)[1])
 
 
-def compile_for(group: object, capability: int, folder: str) -> None:
+def compile_for(group, capability, folder):
     warnings.simplefilter("error")  # Triton warns where it chooses options by itself
     os.environ["TRITON_CACHE_DIR"] = folder
     triton.runs_on = lambda device: True
