@@ -5,7 +5,7 @@ One rank, with plans that cut its documents at random, so that every kernel but 
 kernels that combine partials are compared with torch operations there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from torchtitan_cad.planning import (
     make_plan,
 )
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 
 pytestmark = ON_GPU
@@ -36,9 +35,7 @@ LAYOUT = TokenLayout.from_segments(
 )
 
 
-def make_engine(
-    plans: Sequence[Plan], kernel: AttentionKernel | None = None
-) -> CoreAttentionEngine:
+def make_engine(plans, kernel=None) -> CoreAttentionEngine:
     engine = CoreAttentionEngine(
         kernel or get_kernel("varlen", DEVICE),
         None,
@@ -51,7 +48,7 @@ def make_engine(
     return engine
 
 
-def random_plans(count: int) -> list[Plan]:
+def random_plans(count) -> list[Plan]:
     rng = np.random.default_rng(0)
     return [
         random_plan(rng, LAYOUT, SHAPE, aligned=False, split_kv=True)
@@ -59,7 +56,7 @@ def random_plans(count: int) -> list[Plan]:
     ]
 
 
-def random_tensors(dtype: torch.dtype) -> Tensors:
+def random_tensors(dtype) -> Tensors:
     torch.manual_seed(0)
     return Tensors.random(LAYOUT, SHAPE, dtype).to(DEVICE)
 

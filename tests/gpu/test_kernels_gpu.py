@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.lib.accuracy import assert_as_exact
 from tests.lib.device import ON_GPU, cuda_kernels
@@ -28,7 +27,7 @@ TOLERANCE = {
 delta and the result. That is four times half an eps, and twice in products of two such factors."""
 
 
-def error(result: Tensor, reference: Tensor) -> float:
+def error(result, reference) -> float:
     """Largest absolute error relative to the reference's largest value, or to 0.01 if all are 0 but for rounding."""
     largest = reference.abs().max().clamp_min(0.01)
     return float((result.double() - reference).abs().max() / largest)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, dtype_bytes=2)
 
 
-def new_job(seed: int) -> NanoBatchesAndWhole:
+def new_job(seed) -> NanoBatchesAndWhole:
     return NanoBatchesAndWhole(
         torch.device("cuda", 0),
         torch.bfloat16,

@@ -8,14 +8,13 @@ one machine. The error of another computation, on the same machine and the same 
 import math
 
 import torch
-from torch import Tensor
 
 FACTOR = 2.0
 FLOORS = {"rms": 1.0, "worst row's": 16.0}
 """Roundings that are always allowed, for where the other computation happens to hit the exact numbers."""
 
 
-def errors_of(result: Tensor, reference: Tensor) -> tuple[float, float]:
+def errors_of(result, reference) -> tuple[float, float]:
     """Relative errors of a tensor in roundings, which are units of its dtype's eps: of all values together, and the
     largest of a row (along dim 0), over the largest norm of a row of the reference.
 
@@ -40,9 +39,7 @@ def errors_of(result: Tensor, reference: Tensor) -> tuple[float, float]:
     return of_all, float(rows.abs().max() / want_rows.abs().max()) / eps
 
 
-def assert_as_exact(
-    result: Tensor, independent: Tensor, reference: Tensor, name: str = ""
-) -> None:
+def assert_as_exact(result, independent, reference, name=""):
     """Asserts that a result errs at most twice as much as an independent computation, or by a few roundings.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_cad.runtime.packing import Message, RowFormat
 from torchtitan_cad.runtime.transport import build
-from torchtitan_cad.runtime.transport.base import NearRanks, Routes, gather
+from torchtitan_cad.runtime.transport.base import NearRanks, gather
 
 YIELDS = 64
 """polls of words before a rank pauses between polls; between the first polls it only yields"""
@@ -21,7 +21,7 @@ PAUSE_S = 5e-5
 FENCE = threading.Lock()
 
 
-def install() -> None:
+def install():
     """Let ``cad.transport = "symm_mem"`` in this process be for CPU ranks of one Linux machine."""
     build._check = lambda name, device: None
     build._memory_class = lambda: CpuMemory
@@ -36,7 +36,7 @@ class CpuMemory:
         owner: object to keep alive as long as the memory.
     """
 
-    def __init__(self, buffers: Mapping[int, Tensor], rank: int, owner=None) -> None:
+    def __init__(self, buffers: Mapping[int, Tensor], rank, owner=None):
         self.buffers = buffers
         self.own = buffers[rank]
         self._owner = owner
@@ -46,7 +46,7 @@ class CpuMemory:
         }
 
     @staticmethod
-    def reserve(num_bytes: int, device: torch.device) -> FileIO:
+    def reserve(num_bytes, device) -> FileIO:
         """An anonymous file, which the system frees when the last process that maps it has ended."""
         file = FileIO(os.memfd_create("torchtitan_cad"), "r+")
         file.truncate(num_bytes)
@@ -69,14 +69,7 @@ class CpuMemory:
     def sending(self):
         return nullcontext()
 
-    def send(
-        self,
-        messages,
-        routes,
-        begins,
-        word,
-        number,
-    ):
+    def send(self, messages, routes, begins, word, number):
         for tensors, row_format, rows, arrival in arrivals(
             messages, routes, begins, self.buffers
         ):
@@ -107,7 +100,7 @@ class CpuMemory:
 
 def arrivals(
     messages: Sequence[Message],
-    routes: Routes,
+    routes,
     begins: Sequence[int],
     buffers: Mapping[int, Tensor] | Sequence[Tensor],
 ) -> Iterator[tuple[Sequence[Tensor], RowFormat, Tensor | slice, Tensor]]:
@@ -128,7 +121,7 @@ def arrivals(
                 yield tensors, row_format, rows, arrival.view(count, row_bytes)
 
 
-def order_accesses() -> None:
+def order_accesses():
     """Order all memory accesses before this call before all later ones. (x86 processors do not need it.)"""
     for _ in range(2):
         with FENCE:

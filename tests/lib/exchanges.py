@@ -37,7 +37,7 @@ FORMATS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
 ]
 
 
-def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.ndarray:
+def random_counts(rng, num_ranks, most: int) -> np.ndarray:
     """Rows [sender, receiver] of one exchange: none from a rank to itself, many pairs without rows, empty ranks."""
     counts = rng.integers(0, most + 1, (num_ranks, num_ranks))
     counts *= rng.random(counts.shape) < 0.6
@@ -45,9 +45,7 @@ def random_counts(rng: np.random.Generator, num_ranks: int, most: int) -> np.nda
     return counts * np.outer(sends, receives) * ~np.eye(num_ranks, dtype=bool)
 
 
-def make_route(
-    counts: np.ndarray, rank: int, rows: Tensor | None, buffer: int = 0
-) -> Route:
+def make_route(counts, rank, rows: Tensor | None, buffer: int = 0) -> Route:
     before = np.cumsum(counts, axis=0) - counts
     most = int(max(counts.sum(axis=0).max(), counts.sum(axis=1).max()))
     return Route(
@@ -61,9 +59,7 @@ def make_route(
     )
 
 
-def start(
-    transport: Transport, parts: list[Tensor], route: Route, phase: str, call: int
-) -> Pending:
+def start(transport, parts: list[Tensor], route, phase: str, call: int) -> Pending:
     """Start an exchange of one route."""
     return transport.start([parts], Routes([route]), phase, call)
 
@@ -88,7 +84,7 @@ def late_peer(group, transport) -> str:
     return "not noticed"
 
 
-def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
+def make_parts(exchange, sender, num_rows) -> list[Tensor]:
     """A rank's rows in an exchange: known to all, different in every exchange."""
     generator = torch.Generator().manual_seed(1000 * exchange + sender)
     kinds = FORMATS[exchange % len(FORMATS)]
@@ -98,7 +94,7 @@ def make_parts(exchange: int, sender: int, num_rows: int) -> list[Tensor]:
     ]
 
 
-def chosen_rows(exchange: int, sender: int, num_rows: int) -> Tensor | None:
+def chosen_rows(exchange, sender, num_rows) -> Tensor | None:
     """Which rows it sends; in every third exchange all of them in order."""
     if exchange % 3 == 0:
         return None
@@ -106,9 +102,7 @@ def chosen_rows(exchange: int, sender: int, num_rows: int) -> Tensor | None:
     return torch.randint(0, max(1, num_rows), (num_rows,), generator=generator)
 
 
-def assert_received(
-    rows: list[Tensor], counts: np.ndarray, exchange: int, rank: int
-) -> None:
+def assert_received(rows: list[Tensor], counts, exchange, rank):
     at = 0
     for sender in range(len(counts)):
         first = int(counts[sender, :rank].sum())
@@ -126,13 +120,7 @@ def assert_received(
 
 
 def exchange_at_random(
-    group,
-    name,
-    seed,
-    num_exchanges,
-    max_delay_s,
-    device_type="cpu",
-    hosts=None,
+    group, name, seed, num_exchanges, max_delay_s, device_type="cpu", hosts=None
 ) -> int:
     """Exchanges of two calls in flight; every rank waits, holds and releases at its own random pace.
 

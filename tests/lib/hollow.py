@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.lib.rows import CPU, empty_rows
-from torchtitan_cad.planning import Plan
 from torchtitan_cad.runtime import triton
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
@@ -19,11 +18,7 @@ from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 
 def hollow_engine(
-    num_ranks: int,
-    rank: int = 0,
-    *,
-    buffer_bytes: int = 2**24,
-    kept_bytes: float = 0.0,
+    num_ranks, rank=0, *, buffer_bytes=2**24, kept_bytes: float = 0.0
 ) -> CoreAttentionEngine:
     triton.runs_on = lambda device: True
     from tests.lib.mock_driver import launches
@@ -68,7 +63,7 @@ def hollow_engine(
 
 
 def passes_of_a_layer(
-    engine: CoreAttentionEngine, plan: Plan, key: int = 0
+    engine, plan, key=0
 ) -> tuple[Callable[[], Sequence[Tensor]], Callable[[Sequence[Tensor]], object]]:
     """Forward, which returns results, and backward, which takes them."""
     engine.add_plan(key, plan)

@@ -16,7 +16,7 @@ from torchtitan_cad.runtime.transport.far import FarRanks, transfer_over
 from torchtitan_cad.runtime.transport.symmetric import SymmetricTransport
 
 
-def interpreted_memory(num_bytes: int, group):
+def interpreted_memory(num_bytes, group):
     """The memory for devices, in memory that CPU ranks share; an interpreted kernel looks some 3000 times a second."""
     from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 
@@ -28,11 +28,7 @@ def interpreted_memory(num_bytes: int, group):
 
 
 def interpreted_transport(
-    group,
-    buffer_bytes,
-    *,
-    timeout_s=30.0,
-    hosts=None,
+    group, buffer_bytes, *, timeout_s=30.0, hosts=None
 ) -> SymmetricTransport:
     """The transport for devices, over such memory; a global rank is 40 more than that in the group."""
     allocate = partial(interpreted_memory, group=group)
@@ -47,7 +43,7 @@ def interpreted_transport(
     )
 
 
-def interpret(*, everywhere: bool = False) -> None:
+def interpret(*, everywhere: bool = False):
     """Makes this process interpret Triton kernels.
 
     Args:
@@ -61,7 +57,7 @@ def interpret(*, everywhere: bool = False) -> None:
         triton.runs_on = lambda device: True
 
 
-def _round_as_devices_do() -> None:
+def _round_as_devices_do():
     """The interpreter cuts off what does not fit into bfloat16; devices round to the nearest."""
     import triton.language as tl
     from triton.runtime import interpreter
@@ -77,7 +73,7 @@ def _round_as_devices_do() -> None:
     interpreter._convert_float = convert_or_round
 
 
-def _loop_over_numbers() -> None:
+def _loop_over_numbers():
     """Triton 3.6 makes the bounds of loops by converting arrays of one number, which numpy 2.4 no longer does."""
     from triton.runtime import interpreter
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.lib.accuracy import assert_as_exact
 from torchtitan_cad.runtime.kernels.base import (
-    AttentionKernel,
     Merged,
     VarlenArgs,
     row_delta,
@@ -21,9 +20,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """out [Tq, Hq, D], lse [Tq, Hq], dq, dk, dv."""
 
 
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, call: VarlenArgs
-) -> tuple[Tensor, Tensor]:
+def dense_attention(q, k, v, call) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, D] and lse [Tq, Hq] in the dtype of q, differentiable; the seq x seq matrix is formed."""
     group = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(group, 1)
@@ -49,14 +46,7 @@ def dense_attention(
     return torch.cat(outs), torch.cat(lses)
 
 
-def dense_in_fp64(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    call: VarlenArgs,
-    dlse: Tensor | None = None,
-) -> Results:
+def dense_in_fp64(q, k, v, dout, call, dlse: Tensor | None = None) -> Results:
     """The reference, differentiated by autograd."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, call)
@@ -65,19 +55,14 @@ def dense_in_fp64(
 
 
 def gradients(
-    leaves: Sequence[Tensor],
-    results: tuple[Tensor, Tensor],
-    dout: Tensor,
-    dlse: Tensor,
+    leaves: Sequence[Tensor], results: tuple[Tensor, Tensor], dout, dlse
 ) -> tuple[Tensor, ...]:
     """Of q, k and v, from those of out and lse; zeros if there are no tasks."""
     of_results = (dout.to(results[0].dtype), dlse)
     return torch.autograd.grad(results, leaves, of_results, materialize_grads=True)
 
 
-def dense_in_fp32(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: VarlenArgs
-) -> Results:
+def dense_in_fp32(q, k, v, dout, call) -> Results:
     """A kernel's results, computed otherwise and in fp32; out is rounded if the inputs are fp16 or bf16.
 
     Kernels take delta = rowsum(dout * out) of the rounded out, and sum it in another order than the product of dout and
@@ -95,14 +80,7 @@ def dense_in_fp32(
     return rounded, lse.detach(), *gradients(leaves, (out, lse), dout, dlse)
 
 
-def attend(
-    kernel: AttentionKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    call: VarlenArgs,
-) -> Results:
+def attend(kernel, q, k, v, dout, call) -> Results:
     """A kernel's results of one call that holds all keys of its queries."""
     out, lse = kernel.forward(q, k, v, call)
     merged = Merged(lse, row_delta(dout, out))
@@ -113,9 +91,9 @@ def random_qkv(
     num_q: int,
     num_k: int,
     heads: tuple[int, int],
-    dim: int,
-    dtype: torch.dtype,
-    seed: int = 0,
+    dim,
+    dtype,
+    seed=0,
     device: str = "cpu",
     value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,7 +124,7 @@ def assert_results_as_exact(
     results: Sequence[Tensor],
     independent: Sequence[Tensor],
     reference: Sequence[Tensor],
-) -> None:
+):
     """``assert_as_exact`` of all five, and of the gradient of a shared part."""
     names = NAMES[: len(results)]
     for name, *three in zip(names, results, independent, reference, strict=True):
@@ -154,14 +132,14 @@ def assert_results_as_exact(
 
 
 def check_marshalling(
-    kernel: AttentionKernel,
+    kernel,
     len_q: Sequence[int],
     len_k: Sequence[int],
-    causal: bool,
-    dtype: torch.dtype,
+    causal,
+    dtype,
     dims: tuple[int, int] = (32, 32),
-    window: int | None = None,
-) -> None:
+    window=None,
+):
     """A kernel whose library computes as the CPU kernel does passes it the right arguments: their order, layouts,
     dtypes, the alignment of the mask and the marks of empty rows."""
     cu_q = offsets(len_q)

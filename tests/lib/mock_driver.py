@@ -34,7 +34,7 @@ class _Utils:
 
 
 class _Launcher:
-    def __init__(self, source, metadata) -> None:
+    def __init__(self, source, metadata):
         self.name = metadata.name
 
     def __call__(self, x, y, z, *arguments):

@@ -15,19 +15,19 @@ Notice = Callable[[str, int], None]
 """Called with the name of a step and the key of its plan."""
 
 
-def observe(engine: CoreAttentionEngine, notice: Notice | None) -> None:
+def observe(engine, notice: Notice | None):
     """Tell ``notice`` of an engine's steps, in place of an earlier one."""
     _wrap()
     engine.observer = notice
 
 
-def note(engine: CoreAttentionEngine, step: str, key: int) -> None:
+def note(engine, step: str, key):
     if (notice := getattr(engine, "observer", None)) is not None:
         notice(step, key)
 
 
 @functools.cache
-def _wrap() -> None:
+def _wrap():
     for owner, name, noting in (
         (CoreAttentionEngine, "enter", _enter),
         (AttentionCall, "finish", _finish),

@@ -17,15 +17,12 @@ from tests.lib.tables import check_plan
 from tests.lib.threaded import run_ranks
 from torchtitan_cad.integration.pingpong.loop import PingPong
 from torchtitan_cad.planning import (
-    AttentionShape,
     Plan,
     PlannerConfig,
-    TokenLayout,
     make_plan,
 )
 from torchtitan_cad.planning.model.batch import BatchShape, nano_layouts
 from torchtitan_cad.runtime.engine import CoreAttentionEngine, register_engine
-from torchtitan_cad.runtime.kernels.base import AttentionKernel
 from torchtitan_cad.runtime.kernels.select import get_kernel
 from torchtitan_cad.runtime.ops import core_attention
 
@@ -41,7 +38,7 @@ class PlainBlock(nn.Module):
     engine = ""
     rescale = None
 
-    def __init__(self, dim: int, shape: AttentionShape) -> None:
+    def __init__(self, dim, shape):
         super().__init__()
         self.head_dim = shape.head_dim
         queries = shape.num_heads * shape.head_dim
@@ -71,7 +68,7 @@ class PlainBlock(nn.Module):
         return h + self.w2(F.silu(gate) * up)
 
 
-def _rotate(rows: Tensor, rope: Tensor) -> Tensor:
+def _rotate(rows: Tensor, rope) -> Tensor:
     """Rotates [B, S, heads, head_dim] by angles [S, head_dim / 2]."""
     cos, sin = (table[:, None].to(rows.dtype) for table in (rope.cos(), rope.sin()))
     first, second = rows.chunk(2, -1)
@@ -89,19 +86,19 @@ class NanoBatchesAndWhole:
 
     def __init__(
         self,
-        device: torch.device,
-        dtype: torch.dtype,
-        dim: int,
+        device,
+        dtype,
+        dim,
         seq_len: int,
-        shape: AttentionShape,
-        seed: int,
+        shape,
+        seed,
         *,
         rows: int = 2,
         transports: Sequence[Any] = (None,),
         microbatches: int = 1,
         keep: bool = False,
-        kernel: AttentionKernel | None = None,
-    ) -> None:
+        kernel=None,
+    ):
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
         self.dtype = dtype
@@ -145,7 +142,7 @@ class NanoBatchesAndWhole:
         self,
         blocks: nn.ModuleList,
         backend: str | None = None,
-        rank: int = 0,
+        rank=0,
         prepare: Prepare | None = None,
     ) -> Callable[..., Tensor]:
         """By the ping-pong loop; ``backend`` compiles its segments, ``prepare`` may change the loop before."""
@@ -157,7 +154,7 @@ class NanoBatchesAndWhole:
             loop.compile(backend)
         return lambda number=0: loop(self.xs[rank], self.rope, None, 2 * number)
 
-    def run_whole(self, blocks: nn.ModuleList, rank: int = 0) -> Callable[..., Tensor]:
+    def run_whole(self, blocks: nn.ModuleList, rank=0) -> Callable[..., Tensor]:
         """Block by block; linear work in the blocks' dtype, core attention always in ``dtype``."""
 
         def run(number=0):
@@ -174,10 +171,10 @@ class NanoBatchesAndWhole:
 
         return run
 
-    def copied(self, dtype: torch.dtype) -> nn.ModuleList:
+    def copied(self, dtype) -> nn.ModuleList:
         return copy.deepcopy(self.blocks).to(dtype)
 
-    def check(self, backend: str | None = None, prepare: Prepare | None = None) -> None:
+    def check(self, backend: str | None = None, prepare: Prepare | None = None):
         """Output and gradients of the nano-batches err at most twice as much as those of the whole, on every rank.
 
         The measure is linear work in a wider dtype: what rounding alone may do.
@@ -213,9 +210,7 @@ class NanoBatchesAndWhole:
                 assert_as_exact(*three)
 
 
-def _any_plan(
-    rng: np.random.Generator, layout: TokenLayout, shape: AttentionShape
-) -> Plan:
+def _any_plan(rng, layout, shape) -> Plan:
     """Any plan; one of the planner's where some queries are left out."""
     if layout.seg_attends.all():
         plan = random_plan(rng, layout, shape, aligned=False, split_kv=True)

@@ -8,15 +8,12 @@ import numpy as np
 
 from tests.lib.plans import written_plan
 from tests.lib.shapes import rank_positions
-from torchtitan_cad.planning import Plan, TokenLayout
 from torchtitan_cad.planning.model.tasks import make_tasks
 
 Token = tuple[int, int]
 
 
-def pair_counts(
-    layout: TokenLayout, tasks: np.ndarray, window: int | None = None
-) -> np.ndarray:
+def pair_counts(layout, tasks: np.ndarray, window=None) -> np.ndarray:
     """int [tokens, tokens]: how often each (query, key) pair is computed; tokens by document and position."""
     tokens = layout.num_tokens
     counts = np.zeros((tokens, tokens), dtype=int)
@@ -30,7 +27,7 @@ def pair_counts(
     return counts
 
 
-def causal_mask(layout: TokenLayout) -> np.ndarray:
+def causal_mask(layout) -> np.ndarray:
     """bool [tokens, tokens]: which pairs of the layout's queries there are, in the order of ``pair_counts``."""
     attends = np.zeros(layout.num_tokens, dtype=bool)
     for rank in range(layout.num_ranks):
@@ -39,7 +36,7 @@ def causal_mask(layout: TokenLayout) -> np.ndarray:
     return np.tri(len(doc), dtype=bool) & (doc[:, None] == doc) & attends[:, None]
 
 
-def covers_exactly(layout: TokenLayout, tasks: np.ndarray) -> bool:
+def covers_exactly(layout, tasks: np.ndarray) -> bool:
     """Whether the tasks compute every causal pair of the layout's queries once and nothing else; small documents."""
     is_known = np.isin(tasks["doc"], layout.docs)
     is_known &= (tasks["server"] >= 0) & (tasks["server"] < layout.num_ranks)
@@ -57,7 +54,7 @@ def covers_exactly(layout: TokenLayout, tasks: np.ndarray) -> bool:
     return np.array_equal(pair_counts(layout, tasks), causal_mask(layout))
 
 
-def local_tokens(layout: TokenLayout, *, queries: bool = False) -> list[list[Token]]:
+def local_tokens(layout, *, queries: bool = False) -> list[list[Token]]:
     """Per rank, its tokens (or those that are queries) as (document, position), in layout order."""
     ranks: list[list[Token]] = [[] for _ in range(layout.num_ranks)]
     for rank, segments in enumerate(layout.segments()):
@@ -68,7 +65,7 @@ def local_tokens(layout: TokenLayout, *, queries: bool = False) -> list[list[Tok
     return ranks
 
 
-def check_guarantee(plan: Plan, home: Plan) -> None:
+def check_guarantee(plan, home):
     """Every load <= max((1 + tolerance) share, share + cost of the longest document's last min_shard rows)."""
     layout = plan.layout
     config = plan.config
@@ -89,7 +86,7 @@ def check_guarantee(plan: Plan, home: Plan) -> None:
         assert load <= limit <= max(tolerated, share + shard_cost)
 
 
-def check_loads(plan: Plan) -> None:
+def check_loads(plan):
     """Loads are the tiles that tasks touch, counted row by row of tiles; the maximum is theirs."""
     tile = plan.cost.granularity
     loads = [0] * plan.layout.num_ranks
@@ -106,12 +103,12 @@ def check_loads(plan: Plan) -> None:
     assert abs(plan.stats.max_over_mean - most) <= 1e-9 * most
 
 
-def check_bound(plan: Plan) -> None:
+def check_bound(plan):
     """The certificate of a plan lies below the plan."""
     assert 0 <= plan.stats.lower_bound_bytes <= plan.stats.total_bytes
 
 
-def check_json(plan: Plan) -> None:
+def check_json(plan):
     """A plan that is written holds all that it is made of; ranks may ask for tables in whatever order."""
     again = written_plan(plan.to_json())
     assert (again.config, again.shape) == (plan.config, plan.shape)
@@ -120,7 +117,7 @@ def check_json(plan: Plan) -> None:
         np.testing.assert_equal(asdict(again.exchange(rank)), asdict(tables[rank]))
 
 
-def check_cuts(plan: Plan, home: Plan) -> None:
+def check_cuts(plan, home):
     """Documents are cut at multiples of min_shard or where residency cuts them, never elsewhere."""
     tasks = plan.tasks
     grid = plan.config.min_shard

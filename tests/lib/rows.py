@@ -47,12 +47,7 @@ class Tensors:
 
     @classmethod
     def random(
-        cls,
-        layout: TokenLayout,
-        shape: AttentionShape,
-        dtype: torch.dtype = torch.float32,
-        *,
-        with_dlse: bool = False,
+        cls, layout, shape, dtype=torch.float32, *, with_dlse: bool = False
     ) -> "Tensors":
         counts = layout.tokens_per_rank.tolist()
         heads = shape.num_heads
@@ -71,12 +66,12 @@ class Tensors:
             ]
         return made
 
-    def of_rank(self, rank: int) -> list[Tensor]:
+    def of_rank(self, rank) -> list[Tensor]:
         """Without ``shared``."""
         kinds = (self.q, self.k, self.v, self.dout, self.dlse)
         return [xs[rank] for xs in kinds if xs]
 
-    def shared_of_rank(self, rank: int) -> Tensor | None:
+    def shared_of_rank(self, rank) -> Tensor | None:
         return self.shared[rank] if self.shared else None
 
     def mapped(self, change: Callable[[list[Tensor]], list[Tensor]]) -> "Tensors":
@@ -86,9 +81,7 @@ class Tensors:
         return self.mapped(lambda xs: [x.to(device) for x in xs])
 
 
-def empty_rows(
-    tokens: int, shape: AttentionShape, device: torch.device = CPU
-) -> tuple[Any, ...]:
+def empty_rows(tokens, shape, device=CPU) -> tuple[Any, ...]:
     """bf16 q, k, v, dout, and what heads of keys share or None."""
     heads = shape.num_heads
     kv_heads = shape.num_kv_heads
@@ -123,15 +116,15 @@ class SquareKernel(CpuKernel):
 
 
 def execute(
-    plan: Plan,
-    tensors: Tensors,
+    plan,
+    tensors,
     *,
     backward: Plan | None = None,
     keep: bool = False,
     kept_bytes: float = 0.0,
     hosts: Sequence[int] | None = None,
     squares_only: bool = False,
-    buffer_bytes: int = BUFFER_BYTES,
+    buffer_bytes=BUFFER_BYTES,
     transports: Sequence[Any] = (),
     servers=None,
 ) -> list[list[Tensor]]:
@@ -160,9 +153,7 @@ def execute(
     return run_ranks(num_ranks, body)
 
 
-def run_layer(
-    engine: CoreAttentionEngine, tensors: Tensors, key: int, backward_key: int
-) -> list[Tensor]:
+def run_layer(engine, tensors, key, backward_key: int) -> list[Tensor]:
     """[out, lse, dq, dk, dv, maybe dshared] of the engine's rank."""
     q, k, v, dout, *dlse = tensors.of_rank(engine.rank)
     shared = tensors.shared_of_rank(engine.rank)
@@ -172,9 +163,7 @@ def run_layer(
     return [saved.out, saved.lse, *gradients]
 
 
-def dense(
-    layout: TokenLayout, tensors: Tensors, window: int | None = None
-) -> list[list[Tensor]]:
+def dense(layout, tensors, window=None) -> list[list[Tensor]]:
     """The fp64 reference by autograd; same structure as ``execute``."""
     cu = offsets(layout.doc_lengths.tolist())
     one = on_one_rank(layout, tensors)
@@ -189,7 +178,7 @@ def dense(
     return by_rank(layout, [out, lse, dq, dk[..., :own], dv, *dshared])
 
 
-def assert_same_bits(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
+def assert_same_bits(one: list[list[Tensor]], other: list[list[Tensor]]):
     for a, b in zip(one, other, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -198,7 +187,7 @@ def assert_ranks_as_exact(
     results: list[list[Tensor]],
     undivided: list[list[Tensor]],
     reference: list[list[Tensor]],
-) -> None:
+):
     """The results of all ranks together err at most twice as much as undivided attention; layouts as of ``execute``."""
     joined = (
         list(map(torch.cat, zip(*ranks, strict=True)))
@@ -207,7 +196,7 @@ def assert_ranks_as_exact(
     assert_results_as_exact(*joined)
 
 
-def gathered(layout: TokenLayout) -> TokenLayout:
+def gathered(layout) -> TokenLayout:
     """The same documents whole on one rank: what undivided attention is."""
     return TokenLayout.from_segments(
         [
@@ -221,14 +210,12 @@ def gathered(layout: TokenLayout) -> TokenLayout:
     )
 
 
-def on_one_rank(layout: TokenLayout, tensors: Tensors) -> Tensors:
+def on_one_rank(layout, tensors) -> Tensors:
     order = layout_order(layout)
     return tensors.mapped(lambda xs: [torch.cat(xs)[order]])
 
 
-def undivided(
-    layout: TokenLayout, shape: AttentionShape, tensors: Tensors
-) -> list[list[Tensor]]:
+def undivided(layout, shape, tensors) -> list[list[Tensor]]:
     """The same kernel over whole documents on one rank, in the layout of ``execute``."""
     one = on_one_rank(layout, tensors)
     return by_rank(
@@ -239,7 +226,7 @@ def undivided(
     )
 
 
-def by_rank(layout: TokenLayout, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def by_rank(layout, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Rows ordered by (document, position) back to the ranks, in the layout of ``execute``."""
     order = layout_order(layout)
     back = torch.empty_like(order)
@@ -251,7 +238,7 @@ def by_rank(layout: TokenLayout, tensors: Sequence[Tensor]) -> list[list[Tensor]
     ]
 
 
-def layout_order(layout: TokenLayout) -> Tensor:
+def layout_order(layout) -> Tensor:
     """Index of every token among all ranks' rows, by (document, position)."""
     places = []
     row = 0

@@ -19,7 +19,7 @@ class Tape(TorchDispatchMode):
         read: tensors of which the host has read a number, which waits for the device unless they lie in host memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.read: list[Tensor] = []

@@ -39,13 +39,7 @@ class ThreadTransport(SymmetricTransport):
         """Bytes by direction, the first word of a phase."""
         return Counter()
 
-    def start(
-        self,
-        messages,
-        routes,
-        phase,
-        call,
-    ):
+    def start(self, messages, routes, phase, call):
         time.sleep(random.random() * MOST_DELAY_S)
         for parts, route in zip(messages, routes, strict=True):
             num_bytes = sum(route.send_counts) * RowFormat(parts).row_bytes
@@ -64,13 +58,13 @@ class ThreadTransport(SymmetricTransport):
 class ThreadRounds:
     """Rounds in which ranks that are threads allocate memory together."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks):
         self.num_ranks = num_ranks
         self._rounds: dict[int, list[Tensor]] = {}
         self._changed = threading.Condition()
         self._calls = [0] * num_ranks
 
-    def exchange(self, rank: int, own: Tensor) -> list[Tensor]:
+    def exchange(self, rank, own: Tensor) -> list[Tensor]:
         """The allocations of all ranks, in which each takes part with its own."""
         with self._changed:
             buffers = self._rounds.setdefault(
@@ -91,11 +85,11 @@ class ThreadRounds:
 class ThreadAllocations(ThreadRounds):
     """Symmetric memory of ranks that are threads: plain tensors, with the signals of ranks that are processes."""
 
-    def __init__(self, num_ranks: int, hosts: Sequence[int] | None = None) -> None:
+    def __init__(self, num_ranks, hosts: Sequence[int] | None = None):
         super().__init__(num_ranks)
         self._hosts = (0,) * num_ranks if hosts is None else hosts
 
-    def allocate(self, rank: int, num_bytes: int) -> CpuMemory:
+    def allocate(self, rank, num_bytes) -> CpuMemory:
         buffers = self.exchange(rank, torch.zeros(num_bytes, dtype=torch.uint8))
         near = {
             peer: buffer
@@ -108,7 +102,7 @@ class ThreadAllocations(ThreadRounds):
 class ThreadWork:
     """A send or a receive between threads. It is complete as soon as both have started, whoever waits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._is_complete = threading.Event()
 
     def complete(self):
@@ -127,14 +121,12 @@ class ThreadMessages:
 
     new_work: Callable[[], Any] = ThreadWork
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = threading.Lock()
         self._started: dict[tuple[int, int, int, bool], Started] = {}
         """By sender, receiver, tag, and whether it is the receive."""
 
-    def transfer(
-        self, rank: int, sent: Sequence[Part], received: Sequence[Part]
-    ) -> Works:
+    def transfer(self, rank, sent: Sequence[Part], received: Sequence[Part]) -> Works:
         """The transfer of one rank."""
         receives = [
             (part.peer, self._start(part.peer, rank, part, receives=True))
@@ -146,7 +138,7 @@ class ThreadMessages:
         ]
         return Works(sends, receives)
 
-    def _start(self, sender: int, receiver: int, part: Part, *, receives: bool):
+    def _start(self, sender, receiver: int, part: Part, *, receives: bool):
         started = part.rows, self.new_work()
         message = (sender, receiver, part.tag)
         with self._lock:
@@ -161,15 +153,15 @@ class ThreadMessages:
                     work.complete()
         return started[1]
 
-    def copy(self, receiver: int, send: Started, receive: Started) -> None:
+    def copy(self, receiver: int, send: Started, receive: Started):
         """Copy the rows of a send that both have started."""
         receive[0].copy_(send[0])
 
 
 def transports_over(
     allocations,
-    num_ranks: int,
-    buffer_bytes: int = BUFFER_BYTES,
+    num_ranks,
+    buffer_bytes=BUFFER_BYTES,
     far_of: Callable[[int], FarRanks | None] = lambda rank: None,
 ) -> list[ThreadTransport]:
     """Transports of all ranks, which allocate together; ``far_of`` gives a rank its far peers."""
@@ -188,9 +180,7 @@ def transports_over(
     return run_ranks(num_ranks, make)
 
 
-def far_ranks(
-    messages, hosts: Sequence[int], rank: int, device: torch.device
-) -> FarRanks:
+def far_ranks(messages, hosts: Sequence[int], rank, device) -> FarRanks:
     """The far peers of a rank, given the number of every rank's host."""
     near = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     return FarRanks(
@@ -199,7 +189,7 @@ def far_ranks(
 
 
 def thread_transports(
-    num_ranks: int, buffer_bytes: int = BUFFER_BYTES, hosts: Sequence[int] | None = None
+    num_ranks, buffer_bytes=BUFFER_BYTES, hosts: Sequence[int] | None = None
 ) -> list[ThreadTransport]:
     """Over shared memory; between ``hosts``, if there are several, by messages."""
     allocations = ThreadAllocations(num_ranks, hosts)
@@ -215,7 +205,7 @@ def thread_transports(
     return transports_over(allocations, num_ranks, buffer_bytes, far_of)
 
 
-def run_ranks(num_ranks: int, body: Callable[[int], T]) -> list[T]:
+def run_ranks(num_ranks, body: Callable[[int], T]) -> list[T]:
     """``body(rank)`` on one thread per rank; the first error is raised."""
     barrier = threading.Barrier(num_ranks)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 _INTERVAL_S = 0.01
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s=60.0) -> bool:
     """Wait until a condition holds; returns whether it does at the end."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:

@@ -41,7 +41,7 @@ def served_by_the_other() -> Plan:
     return Plan.from_tasks(layout, shape, PlannerConfig(), tasks)
 
 
-def problems(dtype: torch.dtype) -> list[tuple[Plan, Tensors]]:
+def problems(dtype) -> list[tuple[Plan, Tensors]]:
     """Plans of two ranks, and rows; the same in every process."""
     rng = np.random.default_rng(1)
     layout = random_layout(rng, num_ranks=2, max_length=12)

@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tuple:
+def make_case(rng, case: tuple, device) -> tuple:
     """Rows of the partials; their outs and lses as strided views of messages and of [heads, rows]. Some rows are empty,
     with poisoned outs."""
     dtype, heads, dim, num_rows, sizes = case
@@ -63,7 +63,7 @@ def make_case(rng: np.random.Generator, case: tuple, device: torch.device) -> tu
     return targets, outs, lses
 
 
-def compare_orders(seed: int, device: torch.device) -> None:
+def compare_orders(seed, device):
     """Both kinds give the same sums, and merged rows as exact; Triton's in place where it can."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 DELTA_SHAPES = [(37, 3, 128), (9, 2, 96), (3, 2, 5), (0, 2, 8)]
 
 
-def delta_in_fp64(dout: Tensor, out: Tensor) -> Tensor:
+def delta_in_fp64(dout, out) -> Tensor:
     return (dout.double() * out.double()).sum(-1)
 
 
@@ -123,7 +123,7 @@ def interpret_and_compare(group):
     compare_with_torch(CPU)
 
 
-def compare_with_torch(device: torch.device) -> None:
+def compare_with_torch(device):
     """Both kernels err at most twice as much as torch on the CPU in the same precision, but for some roundings."""
     from torchtitan_cad.runtime.triton import delta as kernels
 

@@ -46,13 +46,7 @@ HOME = PlannerConfig(planner="home")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def random_plans(
-    rng: np.random.Generator,
-    layout: TokenLayout,
-    shape: AttentionShape,
-    *,
-    aligned: bool = False,
-) -> list[Plan]:
+def random_plans(rng, layout, shape, *, aligned: bool = False) -> list[Plan]:
     """One for forward and one for backward; plans of aligned cuts do not split keys."""
     return [
         random_plan(rng, layout, shape, aligned=aligned, split_kv=not aligned)
@@ -60,7 +54,7 @@ def random_plans(
     ]
 
 
-def check_exactness(plan: Plan, tensors: Tensors, *runs: dict[str, Any]) -> None:
+def check_exactness(plan, tensors, *runs: dict[str, Any]):
     """Each run, by its options of ``execute``, errs at most twice as much as undivided attention."""
     whole = undivided(plan.layout, plan.shape, tensors)
     reference = dense(plan.layout, tensors, plan.shape.window)

@@ -33,9 +33,7 @@ STORE_TIMEOUT_S = 300
 class Rank:
     """A rank: its monitor, its training step, and its exchanges."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, world: int = WORLD, step: int = 1, **options
-    ) -> None:
+    def __init__(self, store, rank, world: int = WORLD, step: int = 1, **options):
         options = {"group": range(world), "interval_s": INTERVAL_S} | options
         self.step = step
         self.phases = [""]
@@ -46,7 +44,7 @@ class Rank:
     def progress(self) -> tuple[int, int, str]:
         return self.step, len(self.phases) - 1, self.phases[-1]
 
-    def die(self) -> None:
+    def die(self):
         """The heartbeats end and nothing is said, as after SIGKILL."""
         self.monitor._closing.set()
         self.monitor._thread.join()
@@ -84,7 +82,7 @@ def ranks(make_rank) -> list[Rank]:
     return [make_rank(rank) for rank in range(WORLD)]
 
 
-def only(findings: list[str], rank: int, *texts: str) -> str:
+def only(findings: list[str], rank, *texts: str) -> str:
     """The one finding, which names the rank first and has the texts."""
     (finding,) = findings
     assert finding.startswith(f"rank {rank} (")
@@ -92,7 +90,7 @@ def only(findings: list[str], rank: int, *texts: str) -> str:
     return finding
 
 
-def check_logged_once(caplog, rank: Rank, text: str) -> None:
+def check_logged_once(caplog, rank, text):
     assert eventually(lambda: text in caplog.messages)
     rank.monitor.examine()
     assert caplog.messages.count(text) == 1  # several others watch the peer
@@ -224,7 +222,7 @@ def host(make_rank, victim) -> list[Rank]:
     return ranks
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process):
     process.kill()
     assert eventually(lambda: has_ended(process.pid))
 
@@ -272,7 +270,7 @@ def test_the_launchers_first_rank_says_that_the_launcher_is_gone(
 class CountingStore:
     """A client of a store that counts the values which it and its clones read."""
 
-    def __init__(self, store: dist.Store, counts: Counter[str] | None = None) -> None:
+    def __init__(self, store, counts: Counter[str] | None = None):
         self._store = store
         self.counts = Counter[str]() if counts is None else counts
 
@@ -355,7 +353,7 @@ def test_few_values_are_read_while_all_is_well(store, make_rank):
 class HangingStore:
     """A store whose connection can hang, as when the link to its host is cut."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store):
         self._store = store
         self.answers = threading.Event()
         self.answers.set()

@@ -26,7 +26,7 @@ LATENT = AttentionShape(
 class LiveBytes(TorchDispatchMode):
     """Counts bytes of storages made in this context, now and at most; ``known`` tensors were made before."""
 
-    def __init__(self, *known: Tensor) -> None:
+    def __init__(self, *known: Tensor):
         super().__init__()
         self.now = self.most = 0
         self._seen = {x.untyped_storage()._cdata for x in known}

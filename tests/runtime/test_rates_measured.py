@@ -26,7 +26,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 class ClockedKernel:
     """A kernel that takes a millisecond a task and key tile, and twice that backward."""
 
-    def __init__(self, clock: SimpleNamespace) -> None:
+    def __init__(self, clock: SimpleNamespace):
         self.clock = clock
 
     def forward(self, q, k, v, call):
@@ -55,7 +55,7 @@ class Link:
 
     buffer_bytes = 2**30
 
-    def __init__(self, clock: SimpleNamespace) -> None:
+    def __init__(self, clock: SimpleNamespace):
         self.clock = clock
         self.received = []
 

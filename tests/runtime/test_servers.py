@@ -99,20 +99,20 @@ def store() -> dist.TCPStore:
     return open_store("localhost", 0, hosts=True)
 
 
-def open_job(store: dist.TCPStore, version: str = __version__) -> None:
+def open_job(store, version=__version__):
     card = JobCard("float32", SHAPES["gqa 8:2"], cost_tile=128)
     registry_of(store).publish(card, version)
 
 
-def registry_of(store: dist.TCPStore, token: str = TOKEN) -> Registry:
+def registry_of(store, token=TOKEN) -> Registry:
     return Registry(open_store("localhost", store.port, hosts=False), JOB, token)
 
 
-def pool_of(store: dist.TCPStore) -> ServerPool:
+def pool_of(store) -> ServerPool:
     return ServerPool(registry_of(store), 0, unit=1e-4, share=1.0)
 
 
-def use_servers(pool: ServerPool, count: int) -> None:
+def use_servers(pool, count):
     """Make lists until ``count`` servers are on one."""
 
     def are_used():
@@ -122,12 +122,12 @@ def use_servers(pool: ServerPool, count: int) -> None:
     assert eventually(are_used, 20), pool.listed
 
 
-def server_at(port: int, token: str = TOKEN) -> AttentionServer:
+def server_at(port, token=TOKEN) -> AttentionServer:
     return AttentionServer("localhost", port, token, CPU)
 
 
 @contextmanager
-def serving(store: dist.TCPStore, count: int = 1) -> Iterator[list[AttentionServer]]:
+def serving(store, count=1) -> Iterator[list[AttentionServer]]:
     """Servers in threads of this process."""
     servers = [server_at(store.port) for _ in range(count)]
     with ThreadPoolExecutor() as threads:
@@ -141,7 +141,7 @@ def serving(store: dist.TCPStore, count: int = 1) -> Iterator[list[AttentionServ
         end.result()
 
 
-def request_of(tokens: int = 64) -> Request:
+def request_of(tokens=64) -> Request:
     shape = SHAPES["gqa 8:2"]
     args = VarlenArgs.from_numpy([0, tokens], [0, tokens], causal=True, scale=0.25)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -166,9 +166,7 @@ def answer_raw(job: int = JOB, length: int = 7, total: int = 0) -> Behave:
     return behave
 
 
-def answer_with(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, kind="results"
-) -> Behave:
+def answer_with(shape: tuple[int, ...], dtype=torch.float32, kind="results") -> Behave:
     def behave(connection):
         tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2])]
         Connection.send(connection, ServerMessage(kind, {}, tensors), 5)
@@ -176,11 +174,11 @@ def answer_with(
     return behave
 
 
-def say_nothing(connection: Connection) -> None:
+def say_nothing(connection):
     pass
 
 
-def hang_up(connection: Connection) -> None:
+def hang_up(connection):
     raise RuntimeError
 
 

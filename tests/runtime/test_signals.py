@@ -45,7 +45,7 @@ def blocked(end_s: float = 0.0, parent: int | str = 0, extra: str = "pass") -> s
     return textwrap.dedent(BLOCKED.format(end_s=end_s, parent=parent, extra=extra))
 
 
-def start(code: str, *lines: str) -> subprocess.Popen:
+def start(code, *lines: str) -> subprocess.Popen:
     """A process that has printed these lines, and that it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True

@@ -50,10 +50,10 @@ other_work.register_autograd(lambda ctx, grad: (other_work(grad, "backward"), No
 
 
 def in_steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key: Tensor,
+    q,
+    k,
+    v,
+    key,
     engine: str,
     shared: Tensor | None = None,
     work: Callable[[Tensor, str], Tensor] = lambda token, name: token,
@@ -89,7 +89,7 @@ def leaves_of(rows: Tensors) -> list[Tensor]:
     return [x[0].clone().requires_grad_() for x in own]
 
 
-def results_of(attend: Attend, rows: Tensors, key: int) -> list[Tensor]:
+def results_of(attend: Attend, rows: Tensors, key) -> list[Tensor]:
     """Out, lse, and the gradients of q, k, v and of the shared part."""
     *qkv, shared = leaves = leaves_of(rows)
     results = attend(*qkv, torch.tensor([key]), ENGINE, shared=shared)
@@ -168,7 +168,7 @@ def test_a_key_on_the_device_is_refused():
 CALL = (*(torch.zeros(24, 4, 16) for _ in range(3)), None, torch.tensor(1), ENGINE)
 
 
-def attend_and_finish(token: Tensor) -> None:
+def attend_and_finish(token):
     combine(step(token, "attend", *CALL[4:]), *CALL)
 
 

@@ -26,7 +26,7 @@ from torchtitan_cad.runtime import engine, streams
 from torchtitan_cad.runtime.call import Saved
 from torchtitan_cad.runtime.engine import CoreAttentionEngine
 from torchtitan_cad.runtime.transport import symmetric
-from torchtitan_cad.runtime.transport.base import Transport, all_to_all
+from torchtitan_cad.runtime.transport.base import all_to_all
 from torchtitan_cad.runtime.transport.cuda_memory import DeviceMemory
 from torchtitan_cad.runtime.transport.far import FarRows
 
@@ -47,7 +47,7 @@ def plan_of_two() -> Plan:
     )
 
 
-def train(rank: int, transport: Transport) -> None:
+def train(rank, transport):
     """Core attention of two nano-batches in turns, layer by layer, forward and backward."""
     from tests.lib.ledger.ranks import OneKernel
 

@@ -52,12 +52,7 @@ def test_random_exchanges_inside_hosts_and_between_them(hosts):
     assert sum(received) > 1000
 
 
-def exchange_until(
-    group,
-    last,
-    end,
-    hosts=None,
-):
+def exchange_until(group, last, end, hosts=None):
     """Exchanges among all, all of one call if it ``hoards``; in exchange 6 rank ``last`` does as ``end`` says."""
     transport = symmetric(group, timeout_s=1.0, hosts=hosts)
     rank = group.rank()
@@ -81,7 +76,7 @@ def exchange_until(
             pending.release()
 
 
-def check_failure(error: Exception, said: str) -> None:
+def check_failure(error: Exception, said: str):
     assert isinstance(error, PeerError)
     assert re.search(said, str(error))
 

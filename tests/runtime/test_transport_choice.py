@@ -84,11 +84,7 @@ AUTO = {
 def machine(monkeypatch) -> Callable[..., None]:
     """Makes this process see a machine that has these."""
 
-    def set_up(
-        triton=True,
-        backend=None,
-        nvshmem=False,
-    ):
+    def set_up(triton=True, backend=None, nvshmem=False):
         monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: triton)
         monkeypatch.setattr(symm_mem, "get_backend", lambda device: backend)
         monkeypatch.setattr(symm_mem, "is_nvshmem_available", lambda: nvshmem)

@@ -130,7 +130,7 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
     return done
 
 
-def nodes_memory(*near: int, num_ranks: int):
+def nodes_memory(*near: int, num_ranks):
     """Of rank 0 and of ``near`` ranks on its node."""
     from torchtitan_cad.runtime.transport.nvshmem import NodesMemory
 

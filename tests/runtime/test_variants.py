@@ -62,20 +62,18 @@ def run_plans(group, shape, num_ranks, num_plans, folder) -> tuple[list[str], in
     return [name for name, _ in mock_driver.compiled], warmed
 
 
-def registers(code: str, capability: int) -> int:
+def registers(code, capability) -> int:
     """Registers of a thread of a kernel, as the assembler says that Triton uses."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-    command = [
-        get_ptxas(capability).path,
-        "-v",
-        f"-arch={sm_arch_from_capability(capability)}",
-        "-o",
-        os.devnull,
-        "-",
-    ]
+    arch = sm_arch_from_capability(capability)
+    options = f"-v -arch={arch} -o {os.devnull} -".split()
     said = subprocess.run(
-        command, input=code, capture_output=True, text=True, check=True
+        [get_ptxas(capability).path, *options],
+        input=code,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stderr
     return int(re.search(r"Used (\d+) registers", said)[1])
 
