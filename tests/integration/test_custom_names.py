@@ -10,22 +10,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.llama3 import llama3_args
+from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec
 
 from tests.lib.jobs.compositions import CAD, COMMON
 from tests.lib.jobs.harness import parse_job, run
 from tests.lib.refusals import refusal
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-# torchtitan must not be imported before enable_cpu().
-from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
-from torchtitan.models.llama3 import llama3_args  # noqa: E402
-from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec  # noqa: E402
-
-from torchtitan_cad.integration.torchtitan_v0_2 import plugin  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.model import cad_model_class  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.models import (  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin
+from torchtitan_cad.integration.torchtitan_v0_2.model import cad_model_class
+from torchtitan_cad.integration.torchtitan_v0_2.models import (
     ADAPTERS,
     check_forwards,
 )

@@ -10,22 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torchtitan.protocols.train_spec as titan_specs
 
 from tests.lib.fake_flash_attn import install
 from tests.lib.jobs.compositions import options
 from tests.lib.sets import CONFIGS
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.runtime.transport import build
+from torchtitan_cad.tools.doctor import examine as doctor
+from torchtitan_cad.tools.doctor import sample
+from torchtitan_cad.tools.doctor.examine import Finding, examine
 from torchtitan_cad.tools.main import main
-
-enable_cpu()
-
-import torchtitan.protocols.train_spec as titan_specs  # noqa: E402
-
-from torchtitan_cad.runtime.transport import build  # noqa: E402
-from torchtitan_cad.tools.doctor import examine as doctor  # noqa: E402
-from torchtitan_cad.tools.doctor import sample  # noqa: E402
-from torchtitan_cad.tools.doctor.examine import Finding, examine  # noqa: E402
-from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer  # noqa: E402
+from torchtitan_cad.tools.prepare.tokenizer import prepare_tokenizer
 
 DEBUG_TOML = Path(__file__).with_name("debug_model.toml")
 SYNTHETIC = [

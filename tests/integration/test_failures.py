@@ -9,13 +9,9 @@ import pytest
 from tests.lib.jobs.compositions import options
 from tests.lib.jobs.harness import run
 from tests.lib.sets import params
+from torchtitan_cad.integration import failure
 from torchtitan_cad.integration.run_state import begin_run, run_state
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.runtime.errors import PeerError
-
-enable_cpu()
-
-from torchtitan_cad.integration import failure  # noqa: E402
 
 NO_LAYERS_LESS = (
     "--parallelism.pipeline_parallel_first_stage_less_layers=0 "

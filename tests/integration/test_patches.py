@@ -14,11 +14,7 @@ from tests.lib.jobs.harness import REPOSITORY
 from tests.lib.jobs.patched import PATCHES
 from tests.lib.patched_torchtitan import apply_patch, copy_torchtitan
 from tests.lib.sets import matrix
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-from torchtitan_cad.integration.torchtitan_v0_2 import upstream  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2 import upstream
 
 MET_BY_THIS_TORCH = {
     "varlen_gqa": "enable_gqa" in inspect.signature(varlen_attn).parameters,
