@@ -17,20 +17,15 @@ from torch.torch_version import TorchVersion
 
 from tests.lib.jobs.compositions import options
 from tests.lib.jobs.harness import parse_job, tokenizer_folder
-from tests.lib.jobs.launched import launched
 from tests.lib.refusals import check_refusal, refusal
-from tests.lib.sets import matrix
 from torchtitan_cad.integration import cpu
 from torchtitan_cad.integration.errors import CheckpointError, one_line_errors
 from torchtitan_cad.integration.pingpong.segment_graph import FIRST_TORCH
+from torchtitan_cad.integration.torchtitan_v0_2 import plugin, rules
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
+from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager
+from torchtitan_cad.integration.torchtitan_v0_2.streams import choose_streams
 from torchtitan_cad.runtime.errors import PeerError, first_sentence
-
-enable_cpu()
-
-from torchtitan_cad.integration.torchtitan_v0_2 import plugin, rules  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.manager import CadConfigManager  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.streams import choose_streams  # noqa: E402
 
 STOCK = """
 [model]
@@ -191,23 +186,6 @@ def test_mistake_is_one_line(toml, option, tmp_path, monkeypatch, capsys):
     check_refusal(line)
     assert end.value.code == 2
     assert "Traceback" not in printed.out
-
-
-@matrix
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("cad.planner", "foo"), ("training.dataset", "c4_test")],
-    ids=["before process groups exist", "after"],
-)
-def test_lines_of_a_job_that_cannot_start(key, value, tmp_path):
-    with launched([f"--{key}={value}"], tmp_path) as job:
-        returncode, _ = job.finish(200)
-    printed = "\n".join(job.lines)
-    assert returncode == 2, printed
-    assert len(job.lines) < 15, printed
-    (error,) = [line for line in job.lines if line.startswith("error: ")]
-    check_refusal(error, key, value)
-    assert "Traceback" not in printed
 
 
 def test_a_rule_of_a_misspelt_key_is_an_error():

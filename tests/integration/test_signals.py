@@ -222,16 +222,6 @@ def undisturbed(nranks: int) -> dict[int, float]:
         return check_summary(Path(folder))
 
 
-@matrix
-def test_entry_point_under_torchrun_without_cad(tmp_path):
-    with launched(
-        ["--parallelism.no-cad", "--training.steps=2"], tmp_path, launcher=TORCHRUN
-    ) as job:
-        returncode, _ = job.finish(180)
-    assert returncode == 0, "\n".join(job.lines)
-    assert any("Training completed" in line for line in job.lines)
-
-
 # Jobs whose data is loaded by worker processes ------------------------------------------------------------------------
 
 WITH_WORKERS = [
