@@ -2,25 +2,18 @@
 """How a session of training starts."""
 
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.lib.jobs.loaders import CPU
 from tests.lib.refusals import refusal
 from torchtitan_cad.integration import machine, session
 from torchtitan_cad.integration.engines import build_engines
-from torchtitan_cad.integration.loading.batch_planner import BatchPlanner
 from torchtitan_cad.integration.topology import Topology
-from torchtitan_cad.planning import AttentionShape, PlannerConfig
-from torchtitan_cad.planning.model.batch import BatchShape
+from torchtitan_cad.planning import AttentionShape
 from torchtitan_cad.planning.model.kind import AttentionKind
-from torchtitan_cad.runtime.engine import CoreAttentionEngine
-from torchtitan_cad.runtime.kernels.select import get_kernel
 
 
 def test_the_planner_is_compiled_before_ranks_watch_each_other(monkeypatch):
@@ -62,36 +55,7 @@ def test_nodes_are_hosts_with_as_many_neighbouring_ranks(hosts, expected):
     assert machine.ranks_per_host(list(map(int, hosts))) == expected
 
 
-FULL = AttentionKind("full", 1, AttentionShape(2, 1, 8, 4))
-CHUNKED = replace(FULL, name="chunked", block=8)
-
-
-KINDS = [FULL, replace(CHUNKED, layers=3, scale=0.5)]
-
-
-def engines_of_kinds(ticks: Any = None) -> list[CoreAttentionEngine]:
-    kernel = get_kernel("cpu", CPU)
-    return build_engines(
-        KINDS, ticks, kernel=kernel, transport=None, rank=0, device=CPU
-    )
-
-
-def test_plans_of_every_kind_live_as_long_as_their_batch():
-    """That attention is right with them, wherever tokens are placed, is in test_models.py."""
-    engines = engines_of_kinds()
-    planner = BatchPlanner(
-        None, [0], Topology(1, 1, 1, 1), PlannerConfig(), KINDS, engines
-    )
-    (batch,), _ = planner.plan(np.array([0, 20]), BatchShape(1, 64, 1))
-    key = int(batch.keys[0])
-    for engine in engines:
-        assert engine.plan(key).keys.num_local == 64
-    planner.drop(batch)
-    for engine in engines:
-        with refusal(error=RuntimeError):
-            engine.plan(key)
-
-
 def test_kinds_cannot_attend_in_ticks():
+    full = AttentionKind("full", 1, AttentionShape(2, 1, 8, 4))
     with refusal("parallelism.pipeline_parallel_schedule"):
-        engines_of_kinds(ticks=object())
+        build_engines([full, replace(full, name="chunked", block=8)], object())

@@ -153,15 +153,21 @@ def connect(
     """One loader per rank, over one gloo group if there are several."""
     group_of = groups(timeout_s, len(ranks))
     topology = Topology(1, len(ranks) // cp, cp, 1)
-    kinds = [AttentionKind("full", 1, AttentionShape(2, 2, 8, 4))]
+    kinds = [
+        AttentionKind("full", 1, AttentionShape(2, 2, 8, 4)),
+        AttentionKind("chunked", 3, AttentionShape(2, 2, 8, 4), block=8),
+    ]
     kernel = get_kernel("cpu", CPU)
 
     def build(group_rank):
         rank = ranks[group_rank]
         group = group_of(group_rank) if len(ranks) > 1 else None
-        engine = CoreAttentionEngine(
-            kernel, rank.transport, rank=group_rank, device=CPU, scale=1.0
-        )
+        engines = [
+            CoreAttentionEngine(
+                kernel, rank.transport, rank=group_rank, device=CPU, scale=1.0
+            )
+            for _ in kinds
+        ]
         placement = None
         if rank.placement != "loader":
             placement = Placement(
@@ -179,7 +185,7 @@ def connect(
             topology,
             config=rank.config,
             kinds=kinds,
-            engines=[engine],
+            engines=engines,
             times=rank.times,
             placement=placement,
         )
