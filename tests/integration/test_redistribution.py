@@ -54,18 +54,18 @@ def homes_of(tokens: np.ndarray, layout: TokenLayout, parts: int) -> list[TokenL
 
 def exchanged(ways: list[Redistribution], batches: torch.Tensor) -> torch.Tensor:
     """Batches [dp, B, S] of the data-parallel ranks, once each has carried out its redistribution."""
-    sent = [
-        batch.flatten()[way.sent].split(way.send_counts)
-        for way, batch in zip(ways, batches, strict=True)
-    ]
-    redistributed = []
-    for rank, way in enumerate(ways):
-        came = [messages[rank] for messages in sent]
-        assert [len(message) for message in came] == way.receive_counts
-        rows = torch.empty(len(way.received), dtype=batches.dtype)
-        rows[way.received] = torch.cat(came)
-        redistributed.append(rows)
-    return torch.stack(redistributed).view_as(batches)
+    dp = len(ways)
+    group_of = groups(size=dp)
+
+    def exchange(rank: int) -> torch.Tensor:
+        group = group_of(rank)
+        config = PlannerConfig()
+        placement = Placement(group, None, Topology(1, dp, 1, 1), rank, config, KINDS)
+        batch = {"input": batches[rank]}, batches[rank]
+        ((_, labels),) = placement.exchange(ways[rank], [batch])
+        return labels
+
+    return torch.stack(on_all(range(dp), exchange))
 
 
 few = st.integers(1, 3)
