@@ -8,12 +8,17 @@ The reference is the same job with ``parallelism.cad`` off, on torchtitan's own 
 
 import functools
 import re
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
+import torchtitan.distributed.context_parallel as titan_cp
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.train import Trainer
 
 from tests.lib.jobs.compositions import (
     CAD,
@@ -44,19 +49,8 @@ from tests.lib.jobs.harness import (
 )
 from tests.lib.sets import matrix, params, slow
 from tests.lib.threaded import needs_linux
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
-
-enable_cpu()
-
-# torchtitan must not be imported before enable_cpu().
-import torchtitan.distributed.context_parallel as titan_cp  # noqa: E402
-from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.models.moe.kernels import generate_permute_indices  # noqa: E402
-from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
-from torchtitan.train import Trainer  # noqa: E402
-
-from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS  # noqa: E402
-from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec  # noqa: E402
+from torchtitan_cad.integration.torchtitan_v0_2.models import ADAPTERS
+from torchtitan_cad.integration.torchtitan_v0_2.plugin import cad_train_spec
 
 SHORT = "ac_full_resend"
 """Composition that the short set trains over symmetric memory, beside those below and of test_compile_caches.py: one of
@@ -334,13 +328,12 @@ def test_every_parameter_is_initialised(name, monkeypatch):
     monkeypatch.setattr(torch.nn.init, "trunc_normal_", lambda x, **_: x.zero_())
     _, model = build_on_meta(name, "debugmodel")
     model.to_empty(device="cpu")
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
-        for tensor in tensors.values():
+        for tensor in chain(model.parameters(), model.buffers()):
             tensor.fill_(torch.nan)
         model.init_weights(buffer_device=torch.device("cpu"))
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    assert [key for key, tensor in tensors.items() if tensor.isnan().any()] == []
+    for tensor in chain(model.parameters(), model.buffers()):
+        assert not tensor.isnan().any()
 
 
 def test_preparing_for_one_job_after_another_leaves_no_trace():
@@ -388,23 +381,3 @@ def test_resident_memory_does_not_grow(transport):
             for start in range(SETTLED, STEPS, WINDOW)
         ]
         assert max(means) <= 1.01 * min(means), f"{max(means)} and {min(means)} bytes"
-
-
-# What makes stock torchtitan run on CPU ranks -------------------------------------------------------------------------
-
-
-def test_tokens_are_ordered_by_experts_into_aligned_slots():
-    """Two experts get six tokens of two ranks, by torchtitan's kernel for CPU."""
-    counts = torch.tensor([3, 0, 2, 1])
-    slots, sizes, _ = generate_permute_indices(counts, 2, 2, max_len=24, alignment=8)
-    assert slots[:5].tolist() == [*range(5)]
-    assert slots[8] == 5
-    assert (slots >= 0).sum() == 6
-    assert sizes.tolist() == [8, 8]
-
-
-def test_integers_are_counted():
-    values = torch.randint(0, 61, (4096,))
-    counts = torch.histc(values, bins=61, min=0, max=61)
-    assert torch.equal(counts, torch.bincount(values, minlength=61))
-    assert torch.histc(torch.rand(64), bins=4).sum() == 64
