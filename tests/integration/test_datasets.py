@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torchtitan.components.tokenizer import build_hf_tokenizer
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import (
+    build_text_dataloader,
+)
 
 from tests.lib.refusals import refusal
 from torchtitan_cad.demo.datasets import (
@@ -18,32 +23,21 @@ from torchtitan_cad.demo.datasets import (
 )
 from torchtitan_cad.demo.lengths import parse_lengths
 from torchtitan_cad.demo.synthetic import SyntheticDataset
-from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 from torchtitan_cad.tools.main import main
 from torchtitan_cad.tools.prepare.tokenizer import EOS_TOKEN, prepare_tokenizer
-
-enable_cpu()
-
-from torchtitan.components.tokenizer import build_hf_tokenizer  # noqa: E402
-from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import (  # noqa: E402
-    build_text_dataloader,
-)
 
 EOS = 0
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """A folder of 60 small source files, each with its number in it."""
+    """A folder of 120 small source files, each with its number in it."""
     folder = tmp_path_factory.mktemp("sources")
-    for number in range(60):
-        package = folder / f"package{number % 7}"
-        package.mkdir(exist_ok=True)
-        text = f"NUMBER = {number}\n\nimport os\n"
-        for i in range(1 + number % 5):
-            text += f"\n\ndef function_{number}_{i}(x):\n    return x + {i}\n"
-        (package / f"module{number}.py").write_text(text)
+    (folder / "package").mkdir()
+    for number in range(120):
+        function = f"\n\ndef function_{number}(x):\n    return x + {number}\n"
+        path = folder / "package" / f"module{number}.py"
+        path.write_text(function * (1 + number % 5))
     return folder
 
 
