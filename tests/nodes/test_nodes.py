@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.jobs.compositions import options
 from tests.lib.jobs.harness import run
 from tests.lib.jobs.launched import CONFIG, SMALL
 from tests.lib.jobs.on_nodes import NodesJob
@@ -18,52 +19,26 @@ pytestmark = pytest.mark.skipif(
     missing() is not None, reason=f"no nodes on this machine: {missing()}"
 )
 
-PP = "--parallelism.pipeline_parallel_degree=2"
 NEAR_AND_FAR = "--cad.transport=symm_mem"
-COMPOSITIONS = {
-    "fsdp": (2, 1, ""),
-    "by time": (2, 1, "--cad.tolerance=auto"),
-    "placed": (2, 1, "--cad.placement=balanced --cad.ranks_per_node=1"),
-    "cp": (2, 1, "--parallelism.context_parallel_degree=2"),
-    "pp": (2, 1, f"{PP} --parallelism.pipeline_parallel_schedule=1F1B"),
-    "ticks": (2, 1, f"{PP} --parallelism.pipeline_parallel_schedule=CAD1F1B"),
-    "tp in nodes": (2, 2, "--parallelism.tensor_parallel_degree=2"),
-    "two ranks a node": (
-        2,
-        2,
-        "--cad.ranks_per_node=2 --cad.nano_batches=2 --cad.placement=auto",
-    ),
-    "four nodes": (4, 1, "--cad.placement=balanced"),
-    "memory and messages": (2, 2, f"{NEAR_AND_FAR} --cad.placement=auto"),
-    "memory and messages, halves": (
-        2,
-        2,
-        f"{NEAR_AND_FAR} --cad.nano_batches=2 --cad.backward=keep",
-    ),
-    "memory and messages, chunks": (
-        2,
-        2,
-        f"{NEAR_AND_FAR} --cad.receive_buffer_gb=2e-4 --cad.ranks_per_node=2",
-    ),
-    "memory and messages, cp": (
-        2,
-        2,
-        f"{NEAR_AND_FAR} --parallelism.context_parallel_degree=4",
-    ),
-    "memory and messages, pp": (
-        2,
-        2,
-        f"{NEAR_AND_FAR} {PP} --parallelism.pipeline_parallel_schedule=1F1B",
-    ),
-    "memory and messages, ticks": (
-        2,
-        2,
-        f"{NEAR_AND_FAR} {PP} --parallelism.pipeline_parallel_schedule=CAD1F1B",
-    ),
-    "messages": (4, 1, NEAR_AND_FAR),
-}
-"""Nodes, ranks on each, and options as on a command line."""
-STEPS = 3
+COMPOSITIONS = (
+    "2 1 / ",
+    "2 1 / --cad.tolerance=auto",
+    "2 1 / --cad.placement=balanced --cad.ranks_per_node=1",
+    "2 1 / cp2",
+    "2 1 / stages2 1f1b",
+    "2 1 / stages2 cad1f1b",
+    "2 2 / tp2",
+    "2 2 / --cad.ranks_per_node=2 halves --cad.placement=auto",
+    "4 1 / --cad.placement=balanced",
+    "2 2 / symm_mem --cad.placement=auto",
+    "2 2 / symm_mem halves --cad.backward=keep",
+    "2 2 / symm_mem --cad.receive_buffer_gb=2e-4 --cad.ranks_per_node=2",
+    "2 2 / symm_mem cp4",
+    "2 2 / symm_mem stages2 1f1b",
+    "2 2 / symm_mem stages2 cad1f1b",
+    "4 1 / symm_mem",
+)
+"""Nodes, ranks on each, and options."""
 TIMEOUT_S = 250
 
 
@@ -91,13 +66,15 @@ def train(nodes: int, ranks: int, args: Sequence[str], folder: Path) -> list[flo
 
 @matrix
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", COMPOSITIONS)
-def test_nodes_train_like_one_machine(name, tmp_path):
-    nodes, ranks, options = COMPOSITIONS[name]
-    args = [f"--training.steps={STEPS}", *options.split()]
+@pytest.mark.parametrize("case", COMPOSITIONS)
+def test_nodes_train_like_one_machine(case, tmp_path):
+    numbers, words = case.split(" / ")
+    nodes, ranks = map(int, numbers.split())
+    args = ["--training.steps=3", *options(words)]
     expected = on_one_machine(nodes * ranks, args)
-    assert len(expected) == STEPS
-    assert train(nodes, ranks, args, tmp_path) == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == 3
+    found = train(nodes, ranks, args, tmp_path)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @matrix
@@ -122,30 +99,29 @@ NO_RENDEZVOUS = r"launch: .*the rendezvous at 10\.77\.0\.1:\d+ does not answer"
 ENDLESS = ["--training.steps=100000", f"--comm.train_timeout_seconds={STEP_TIMEOUT_S}"]
 
 
-FAULTS = {
-    "cut": (lambda nodes: nodes.cut(1), (0, 1)),
-    "frozen": (lambda nodes: nodes.signal(1, signal.SIGSTOP), (0,)),
-    "frozen with the store": (lambda nodes: nodes.signal(0, signal.SIGSTOP), (1,)),
-    "killed": (lambda nodes: nodes.signal(1, signal.SIGKILL), (0,)),
-    "killed with the store": (lambda nodes: nodes.signal(0, signal.SIGKILL), (1,)),
-}
-"""What happens, and the nodes that can say so. The store is on node 0."""
+FAULTS = ("cut 1", "SIGSTOP 1", "SIGSTOP 0", "SIGKILL 1", "SIGKILL 0")
+"""What happens to which node. The store is on node 0."""
 
 
 @matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["--cad.transport=collective", NEAR_AND_FAR])
-@pytest.mark.parametrize("name", FAULTS)
-def test_every_node_names_the_other_in_time_and_ends(name, transport, tmp_path):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_node_names_the_other_in_time_and_ends(fault, transport, tmp_path):
     """The last checkpoint resumes afterwards."""
-    happen, speakers = FAULTS[name]
+    name, number = fault.split()
+    struck = int(number)
+    speakers = (0, 1) if name == "cut" else (1 - struck,)
     saving = ["--checkpoint.enable", "--checkpoint.interval=3"]
     with Nodes(2) as nodes:
         nodes.limit(1e9)
         job = NodesJob(nodes, 1, [*ENDLESS, *saving, transport], tmp_path)
         job.wait_for(0, r"step: +5 ", 150)
         begin = time.monotonic()
-        happen(nodes)
+        if name == "cut":
+            nodes.cut(struck)
+        else:
+            nodes.signal(struck, getattr(signal, name))
         if 0 in speakers:
             job.wait_for(0, f"(?=.*{OTHER[0]})(?=.*({STORE}))", LINE_S, begin)
         for node in speakers:
