@@ -96,6 +96,9 @@ def test_without_it_rates_decide():
     slow = run(job, link=SLOW)
     assert numbers(fast) != numbers(slow)
     assert cad_summary(fast)["tasks_moved"] > 0 == cad_summary(slow)["tasks_moved"]
+    for log in slow.logs:
+        assert log.count("CAD leaves attention where its tokens are") == 1
+        assert "a link of 1e-09 GB/s" in log
 
 
 @matrix

@@ -258,17 +258,6 @@ def test_all_ranks_plan_by_the_times_of_the_slowest():
     assert (first.unit, first.linear) == (3.0, 3.0)
 
 
-def test_a_step_that_stays_home_says_why_once(caplog):
-    caplog.set_level("INFO")
-    slow = LayerTimes(1e-9, 0.0, 1e6, 1e6, 0.0, overlaps=False)
-    _, errors = drain_at_once(connect(counting(3, 3, times=slow)))
-    assert errors == [None, None]
-    begin = "CAD leaves attention where its tokens are"
-    said = [line for line in caplog.messages if line.startswith(begin)]
-    assert len(said) == 2  # of two ranks
-    assert "a link of 0.001 GB/s" in said[0]
-
-
 # Unequal rows, and unequal numbers of validation batches --------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from torchtitan_cad.integration.loading.documents import DocumentRule  # noqa: E
 from torchtitan_cad.integration.loading.loader import PlanningLoader  # noqa: E402
 from torchtitan_cad.integration.loading.placement import Placement  # noqa: E402
 from torchtitan_cad.integration.topology import Topology  # noqa: E402
-from torchtitan_cad.planning import AttentionShape, LayerTimes, PlannerConfig, warm_up  # noqa: E402
+from torchtitan_cad.planning import AttentionShape, PlannerConfig, warm_up  # noqa: E402
 from torchtitan_cad.planning.model.kind import AttentionKind  # noqa: E402
 from torchtitan_cad.runtime.engine import CoreAttentionEngine  # noqa: E402
 from torchtitan_cad.runtime.kernels.select import get_kernel  # noqa: E402
@@ -35,17 +35,6 @@ from torchtitan_cad.runtime.transport.base import Transport  # noqa: E402
 
 EOS = 9
 CPU = torch.device("cpu")
-
-
-def gloo_group(
-    store: dist.Store, rank: int, size: int, timeout_s: float
-) -> dist.ProcessGroup:
-    """A gloo group of threads, this one of which is ``rank``; blocks until all have come."""
-    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    return group
 
 
 class CountingLoader(BaseDataLoader):
@@ -119,7 +108,6 @@ class OneRank:
     config: PlannerConfig = CONFIG
     transport: Transport | None = TRANSPORT
     placement: Literal["balanced", "auto", "loader"] = "loader"
-    times: LayerTimes | None = None
 
 
 def counting(*lengths: int, **arguments) -> list[OneRank]:
@@ -138,9 +126,19 @@ def on_all(items: Iterable[S], body: Callable[[S], T]) -> list[T]:
 
 
 def groups(timeout_s: float = GROUP_TIMEOUT_S, size: int = len(RANKS)):
-    """A function that gives each of ``size`` ranks its gloo group."""
+    """A function that gives each of ``size`` threads its gloo group, once all have called it."""
     store = dist.HashStore()
-    return lambda group_rank: gloo_group(store, group_rank, size, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    kind = dist.ProcessGroup.BackendType.GLOO
+
+    def join(rank: int):
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        group = dist.ProcessGroup(store, rank, size)
+        group._register_backend(CPU, kind, gloo)
+        group._set_default_backend(kind)
+        return group
+
+    return join
 
 
 def connect(
@@ -186,7 +184,6 @@ def connect(
             config=rank.config,
             kinds=kinds,
             engines=engines,
-            times=rank.times,
             placement=placement,
         )
         return PlanningLoader(
