@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Bad configurations: one clear error on every rank; and no checkpoint after an exchange that failed."""
 
+import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock, call
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.lib.jobs.compositions import options
 from tests.lib.jobs.harness import run
+from tests.lib.refusals import check_refusal
 from tests.lib.sets import params
 from torchtitan_cad.integration import failure
 from torchtitan_cad.integration.run_state import begin_run, run_state
@@ -41,7 +43,12 @@ REFUSED = {
 @pytest.mark.parametrize("name", params(REFUSED, ["indivisible heads"]))
 def test_bad_configuration_is_one_value_error_on_every_rank(name):
     words, key, value = REFUSED[name]
-    run(options(f"cad {words}"), may_fail=True).assert_refused(key, value)
+    job = run(options(f"cad {words}"), may_fail=True)
+    for code, log in zip(job.returncodes, job.logs, strict=True):
+        assert code not in (0, None), job.report()
+        assert "Training starts" not in log
+        (error,) = re.findall("^ValueError: .*", log, re.MULTILINE)
+        check_refusal(error, key, value)
 
 
 def test_no_checkpoint_is_made_after_an_exchange_that_failed_unnoticed(monkeypatch):

@@ -20,7 +20,7 @@ from tests.lib.jobs.compositions import (
     assert_not_recompiled,
     assert_trains_alike,
     cad_summary,
-    flavor,
+    options,
     pp2,
     reference,
 )
@@ -71,6 +71,7 @@ OWN = {
     "gpt_oss": [Composition("wide_fsdp2", shared="--model.flavor=tiny_wide")],
 }
 """What is tested of one model alone."""
+TINY = "--model.flavor=tiny --model.name="
 STEADY = ("--optimizer.eps=1e-3",)
 """Adam steps in proportion to small gradients: those of keys' biases are nearly zero, and else it would raise their
 rounding to the size of the others. After one step with its default stock torchtitan's router gradient is 1.0e-4 of its
@@ -103,7 +104,7 @@ for model, homes in product(OWN, ("loader", "placed")):
 @pytest.mark.parametrize(("model", "case", "homes"), CASES)
 def test_composition_trains_like_its_reference(model, case, homes, monkeypatch):
     steps = steps_of(model, case, homes)
-    shared = (*flavor(model), f"--training.steps={steps}")
+    shared = options(f"{TINY}{model} --training.steps={steps}")
     if model == "gpt_oss":
         shared += STEADY
     # Stock torchtitan has no validation for the other models, and none for this one's sdpa.
@@ -133,7 +134,7 @@ def test_composition_trains_like_its_reference(model, case, homes, monkeypatch):
 @matrix
 def test_gpt_oss_from_scratch_trains_like_patched_torchtitan():
     """The biases of its routers begin at zero. Stock begins with NaN, with which `debug.deterministic` fills memory."""
-    job = (*COMMON, *flavor("gpt_oss"), *STEADY)
+    job = (*COMMON, *options(f"{TINY}gpt_oss"), *STEADY)
     result = run([*job, *CAD], init_seed=None)
     expected = run(job, init_seed=None, pythonpath=[torchtitan_with("router_bias")])
     assert_close(result.losses, expected.losses, "loss")

@@ -26,13 +26,17 @@ MET_BY_THIS_TORCH = {
 def test_all_patches_apply_together_and_revert(tmp_path):
     assert len(PATCHES) == 8
     folder = copy_torchtitan(tmp_path)
-    original = {path: path.read_bytes() for path in folder.rglob("*.py")}
+
+    def contents() -> list[bytes]:
+        return [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
+
+    original = contents()
     for patch in PATCHES:
         apply_patch(folder, patch)
-    assert {path: path.read_bytes() for path in folder.rglob("*.py")} != original
+    assert contents() != original
     for patch in PATCHES:
         apply_patch(folder, patch, "--reverse")
-    assert {path: path.read_bytes() for path in folder.rglob("*.py")} == original
+    assert contents() == original
 
 
 def test_what_a_patch_has_changed_is_known():

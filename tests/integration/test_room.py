@@ -244,9 +244,10 @@ def test_a_job_counts_all_heads(tp):
     config = written("llama3", tp).config
     whole = written("llama3").config
     args = model_args(config)
-    fields: Any = dict.fromkeys(Job.__dataclass_fields__)
-    fields["kinds"] = attention_kinds(config, args, torch.float32)
-    fields["row_tokens"] = ROW
-    fields["topology"] = SimpleNamespace(tp=tp)
+    job: Any = SimpleNamespace(
+        kinds=attention_kinds(config, args, torch.float32),
+        row_tokens=ROW,
+        topology=SimpleNamespace(tp=tp),
+    )
     of_a_pair = attention_flops(attention_kinds(whole, args, torch.float32), [1])
-    assert Job(**fields).flops_beside_rows([ROW / 2]) == -ROW / 2 * of_a_pair
+    assert Job.flops_beside_rows(job, [ROW / 2]) == -ROW / 2 * of_a_pair

@@ -168,14 +168,6 @@ def skip_if_torch_is_too_old(case: Composition) -> None:
         pytest.skip(f"stock torchtitan cannot run this with torch {torch.__version__}")
 
 
-def flavor(model: str, name: str = "tiny") -> tuple[str, ...]:
-    return f"--model.name={model}", f"--model.flavor={name}"
-
-
-def global_batch(rows: int) -> tuple[str, ...]:
-    return (f"--training.global_batch_size={rows}",)
-
-
 def pp2(name: str, args: str = "", reference_args: str = "", **more) -> Composition:
     """Two stages of two data-parallel ranks, beside a run without stages."""
     beside = f"rows4 --validation.local_batch_size=4 {reference_args}"
@@ -357,7 +349,7 @@ def alone(flavor: str, degree: int, steps: int, *cad: str) -> RunResult:
         *cad,
         f"--model.flavor={flavor}",
         f"--training.steps={steps}",
-        *global_batch(2 * degree),
+        f"--training.global_batch_size={2 * degree}",
     ]
     return run(args, nranks=1, as_dp=degree, fp64=not cad, grads_at=steps)
 

@@ -25,7 +25,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed import TCPStore
 
 from tests.lib.jobs.attention_server import READY
-from tests.lib.refusals import check_refusal
 from tests.lib.waiting import eventually
 from torchtitan_cad.integration.torchtitan_v0_2.cpu import enable_cpu
 
@@ -58,17 +57,6 @@ class RunResult:
     """Every rank's steps of the engine as [name, plan key], and names of collectives, at `trace_at`."""
     grads: dict[str, torch.Tensor]
     """Full gradients by parameter name, before clipping, at the step asked for with `grads_at`."""
-
-    def assert_refused(self, key: str, value) -> None:
-        """Every rank has failed before training, with one ValueError of this key, value and remedy."""
-        for code, log in zip(self.returncodes, self.logs, strict=True):
-            assert code not in (0, None), self.report()
-            errors = [
-                line for line in log.splitlines() if line.startswith("ValueError: ")
-            ]
-            assert len(errors) == 1, self.report()
-            check_refusal(errors[0], key, value)
-            assert "Training starts" not in log
 
     def report(self) -> str:
         """Exit codes and the last lines of every rank's log, for assertion messages."""
