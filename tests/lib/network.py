@@ -126,6 +126,7 @@ class Nodes:
         arguments: Sequence[str],
         *,
         core: int | None = None,
+        nnodes: int | None = None,
         **options,
     ) -> subprocess.Popen:
         """Start ``torchtitan_cad.launch`` on a node, with ``ranks`` ranks a node, all on one ``core`` if it is given.
@@ -133,7 +134,7 @@ class Nodes:
         Node 0 has the rendezvous.
         """
         launcher = [
-            *f"-m torchtitan_cad.launch --nnodes={self.count} --nproc_per_node={ranks}".split(),
+            *f"-m torchtitan_cad.launch --nnodes={nnodes or self.count} --nproc_per_node={ranks}".split(),
             *f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={self.address(0)}:29400".split(),
             f"--local_addr={self.address(node)}",
             f"--rdzv_conf=is_host={node == 0}",

@@ -41,31 +41,14 @@ def wait_for(log: Path, pattern: str) -> None:
 def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(tmp_path):
     """Losses are those of the job without servers."""
     job_log = tmp_path / "job.log"
-    server_log = tmp_path / "server.log"
-    with Nodes(2) as network:
-
-        def start(node: int, log: Path, *command: str) -> subprocess.Popen:
-            return network.start(
-                node,
-                [sys.executable, "-m", *command],
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-                env=child_environment() | {"GLOO_SOCKET_IFNAME": "eth0"},
-            )
-
-        host = network.address(0)
-        rendezvous = f"--rdzv_backend=c10d --rdzv_id=cad --rdzv_endpoint={host}:29400 --rdzv_conf=is_host=True"
-        launch = [
-            "torchtitan_cad.launch",
-            "--nnodes=1",
-            "--nproc_per_node=2",
-            f"--local_addr={host}",
-            *rendezvous.split(),
-        ]
-        train = ["-m", "torchtitan_cad.train", *job_files(CONFIG, tmp_path / "dump")]
-        job = start(0, job_log, *launch, *train, *JOB, "--cad.servers")
-        serve = ["tests.lib.jobs.attention_server", f"--host={host}"]
-        server = start(1, server_log, *serve, f"--log={job_log}")
+    pipes = {"stderr": subprocess.STDOUT, "env": child_environment()}
+    with Nodes(2) as network, job_log.open("w") as job_output:
+        files = job_files(CONFIG, tmp_path / "dump")
+        train = ["-m", "torchtitan_cad.train", *files, *JOB, "--cad.servers"]
+        job = network.torchrun(0, 2, train, nnodes=1, stdout=job_output, **pipes)
+        serve = f"-m tests.lib.jobs.attention_server --host={network.address(0)}"
+        command = [sys.executable, *serve.split(), f"--log={job_log}"]
+        server = network.start(1, command, **pipes)
         wait_for(job_log, "of attention by servers")
         network.cut(1)
         wait_for(job_log, "strikes off server 0")
