@@ -17,7 +17,7 @@ from tests.lib.jobs.compositions import (
     options,
 )
 from tests.lib.jobs.harness import RunResult, run
-from tests.lib.jobs.launched import launched
+from tests.lib.jobs.launched import launched, losses_in
 from tests.lib.sets import matrix, params, slow
 from torchtitan_cad.integration import servers
 from torchtitan_cad.integration.config import Cad
@@ -114,8 +114,8 @@ def test_a_server_finds_a_job_that_starts_again(tmp_path):
     assert any("of attention by servers" in line for line in job.lines[again:])
     with launched([*rows, *steps], tmp_path / "without") as alone:
         assert alone.finish(timeout_s=120)[0] == 0, alone.lines
-    expected = dict(alone.losses())
-    trained = job.losses()
+    expected = dict(losses_in("\n".join(alone.lines)))
+    trained = losses_in("\n".join(job.lines))
     assert len(trained) > len(expected) == 12
     for step, loss in trained:
         assert loss == pytest.approx(expected[step], rel=1e-5)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.jobs.harness import child_environment, job_files, run
-from tests.lib.jobs.launched import CONFIG, SMALL
+from tests.lib.jobs.launched import CONFIG, SMALL, losses_in
 from tests.lib.network import Nodes, missing
 
 pytestmark = [
@@ -58,6 +58,6 @@ def test_a_cut_link_costs_a_wait_and_a_mended_one_is_used_again(tmp_path):
         server.terminate()
         assert server.wait(30) is not None
     text = re.sub(r"\x1b\[[0-9;]*m", "", job_log.read_text())
-    losses = dict(re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", text))
+    losses = dict(losses_in(text))
     expected = run(JOB, config=CONFIG, init_seed=None, timeout_s=TIMEOUT_S).losses
-    assert list(map(float, losses.values())) == pytest.approx(expected, rel=2e-5)
+    assert list(losses.values()) == pytest.approx(expected, rel=2e-5)

@@ -34,6 +34,12 @@ def read_lines(process: subprocess.Popen, take: Callable[[str], object]) -> None
         take(re.sub(r"\x1b\[[0-9;]*m", "", line.rstrip("\n")))
 
 
+def losses_in(text: str) -> list[tuple[int, float]]:
+    """Step and loss of every step that was logged, in order; of those that ran twice both."""
+    found = re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", text)
+    return [(int(step), float(loss)) for step, loss in found]
+
+
 class Launched:
     """A job of ``nranks`` ranks, with its output line by line and the time of each.
 
@@ -80,11 +86,6 @@ class Launched:
             assert time.monotonic() < deadline, "\n".join(self.lines)
             assert self.process.poll() is None, "\n".join(self.lines)
             time.sleep(0.05)
-
-    def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of every step that was logged, in order; of those that ran twice both."""
-        found = re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", "\n".join(self.lines))
-        return [(int(step), float(loss)) for step, loss in found]
 
     def _environments(self) -> dict[int, bytes]:
         """Environments of the launcher and of all living processes that it has started, by process id."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.lib.jobs.harness import ENVIRONMENT, job_files
-from tests.lib.jobs.launched import CONFIG, SMALL, read_lines
+from tests.lib.jobs.launched import CONFIG, SMALL, losses_in, read_lines
 from tests.lib.network import Nodes
 
 
@@ -50,11 +50,7 @@ class NodesJob:
     @property
     def losses(self) -> list[float]:
         """Losses of the steps so far, once each: in a pipeline only the last stage knows them."""
-        found = re.findall(r"step: +(\d+) +loss: +(\d[\d.]+)", self.text)
-        return [
-            loss
-            for _, loss in sorted({(int(step), float(loss)) for step, loss in found})
-        ]
+        return [loss for _, loss in sorted(set(losses_in(self.text)))]
 
     def wait_for(
         self, node: int, pattern: str, timeout_s: float, since: float = 0.0
