@@ -333,7 +333,7 @@ def test_every_parameter_is_initialised(name, monkeypatch):
 
 
 def test_preparing_for_one_job_after_another_leaves_no_trace():
-    def state() -> list[object]:
+    def state():
         model = get_train_spec("llama3").model_cls
         return [model, titan_cp.cp_shard, Trainer.train, Trainer.close]
 

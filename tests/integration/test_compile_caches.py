@@ -6,7 +6,6 @@ Stock torchtitan runs with patches/compile_caches.patch.
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_a_second_start_takes_every_graph_and_no_other_ranks(tmp_path):
     assert_same(first, second)
 
 
-def case(nranks: int, *jobs: str) -> Any:
+def case(nranks: int, *jobs: str):
     """A case of the matrix, or of the slow set, in which four ranks compile blocks for more than a minute."""
     words = " ".join(jobs)
     is_slow = nranks == 4 and ("compile_loss" not in words or "grouped" in words)

@@ -5,7 +5,6 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -75,7 +74,7 @@ def test_a_derived_model_trains_as_its_base():
         assert "Applied Core Attention Disaggregation to the model" in log
 
 
-def small_model(name: str, folder: Path) -> Any:
+def small_model(name: str, folder: Path):
     """Build a registered model on the meta device as a job with CAD does."""
     config = parse_job(folder, IMPORT, f"--model.name={name}", MINE[1])
     try:
@@ -87,7 +86,7 @@ def small_model(name: str, folder: Path) -> Any:
         plugin.restore()
 
 
-def own_forward(*args: Any) -> None:
+def own_forward(*args) -> None:
     """Stand for a user's, in a model that a fork has beside torchtitan's."""
 
 

@@ -3,7 +3,6 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,21 +40,19 @@ def sources(tmp_path_factory) -> Path:
     return folder
 
 
-def tokenizer_in(assets: Path) -> Any:
+def tokenizer_in(assets: Path):
     config = JobConfig()
     config.model.hf_assets_path = str(assets)
     return build_hf_tokenizer(config)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory, sources) -> Any:
+def tokenizer(tmp_path_factory, sources):
     folder = tmp_path_factory.mktemp("assets")
     return tokenizer_in(prepare_tokenizer(folder, 400, texts=read_sources(sources)))
 
 
-def loader(
-    tokenizer: Any, dataset: str, path: object, *, rank=0, ranks=1, workers=0
-) -> Any:
+def loader(tokenizer, dataset: str, path: object, *, rank=0, ranks=1, workers=0):
     """Batches of two rows of 64 tokens."""
     register_datasets()
     config = JobConfig()
@@ -71,7 +68,7 @@ def loader(
     )
 
 
-def take(batches: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def take(batches, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels of `count` batches: two int64 tensors [count, batch, seq_len]."""
     inputs, labels = zip(*islice(batches, count), strict=True)
     return torch.stack([batch["input"] for batch in inputs]), torch.stack(labels)

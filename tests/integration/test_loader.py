@@ -116,7 +116,7 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
         begins += (num_tokens + starts[-1]).tolist()
         num_tokens += size
 
-    def in_documents(tokens: torch.Tensor) -> list[tuple[int, int]]:
+    def in_documents(tokens):
         """(document, position) of tokens."""
         doc = np.searchsorted(begins, tokens, side="right") - 1
         return list(zip(doc, tokens.numpy() - np.take(begins, doc), strict=True))
@@ -151,7 +151,7 @@ def test_layouts_and_slots_follow_the_halves_of_every_ranks_rows(
 
 
 def planning_loader(
-    inner: Any, accumulation: int = 1, microbatches: int = 1
+    inner, accumulation: int = 1, microbatches: int = 1
 ) -> tuple[PlanningLoader, list[Any]]:
     """A loader of one rank, and the batches that it has planned and handed out."""
     (loader,) = connect(
@@ -187,7 +187,7 @@ def test_state_is_that_of_the_last_consumed_batch(accumulation):
 class LiveLoader(CountingLoader):
     """Its state has parts that go on changing, as those of torchtitan's data sets have."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"own": vars(self)}
 
 
@@ -253,11 +253,11 @@ def test_batches_carry_one_key_per_row_and_plans_live_as_long_as_needed():
 class Documents(CountingLoader, IterableDataset):
     """Four batches of a worker, which is killed once it has ``killed_at`` of them."""
 
-    def __init__(self, killed_at: int = 0, fails_at: int = -1) -> None:
+    def __init__(self, killed_at=0, fails_at=-1):
         super().__init__(4, fails_at)
         self.killed_at = killed_at
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for batch in super().__iter__():
             if self.next == self.killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -313,7 +313,7 @@ def test_killed_worker_is_noticed_while_the_planning_thread_waits(worker_loader)
     iterators = []
     release = threading.Event()
 
-    def draw() -> None:
+    def draw():
         iterators.append(iter(worker_loader(killed_at=1)))
         release.wait(60)
 

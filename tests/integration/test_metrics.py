@@ -86,7 +86,7 @@ class Titan:
 class Metrics(CadMetrics, Titan):
     """CAD's metrics before those of torchtitan."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.time_last_log = 0.0
         self.ntokens_since_last_log = 0
@@ -145,7 +145,7 @@ def test_a_signal_does_not_close_in_the_middle_of_a_steps_log(monkeypatch, sessi
     writing = threading.Event()
     go_on = threading.Event()
 
-    def log_slowly(titan: Titan, *losses: float, extra_metrics: object) -> None:
+    def log_slowly(titan, *losses, extra_metrics):
         writing.set()
         assert go_on.wait(60)
         titan.done.append("written")

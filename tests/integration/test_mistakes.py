@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -147,7 +146,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plugin.restore()
 
 
-def parse(tmp_path: Path, *options: str, toml: str = "") -> Any:
+def parse(tmp_path: Path, *options: str, toml: str = ""):
     """Read the job of a file, with text before ``STOCK``, and of options."""
     path = tmp_path / "job.toml"
     path.write_text(toml + STOCK)

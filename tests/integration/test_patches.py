@@ -27,7 +27,7 @@ def test_all_patches_apply_together_and_revert(tmp_path):
     assert len(PATCHES) == 8
     folder = copy_torchtitan(tmp_path)
 
-    def contents() -> list[bytes]:
+    def contents():
         return [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
 
     original = contents()
@@ -51,7 +51,7 @@ def test_reproducer(patch, tmp_path):
 
     script = REPOSITORY / "patches" / "reproducers" / f"{patch.stem}.py"
 
-    def reproduce(search: str) -> tuple[int, list[str]]:
+    def reproduce(search):
         own = {"PYTHONPATH": search, "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(
             [sys.executable, script],

@@ -2,7 +2,6 @@
 """Graphs of the ping-pong loop, over blocks in plain PyTorch: it asks of a block no more than ``BlockView``."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def test_stages_of_one_block_and_of_several_compile_for_every_layout_of_rows():
     """Runs with gradients and without take more graphs together than torch's own limit allows."""
     loops = []
     for num_blocks in (1, 3):
-        views: Any = [PlainBlock(32, SHAPE) for _ in range(num_blocks)]
+        views = [PlainBlock(32, SHAPE) for _ in range(num_blocks)]
         loop = PingPong(views, "never run")
         loop.compile("eager")
         loops.append(loop)

@@ -57,7 +57,7 @@ def exchanged(ways: list[Redistribution], batches: torch.Tensor) -> torch.Tensor
     dp = len(ways)
     group_of = groups(size=dp)
 
-    def exchange(rank: int) -> torch.Tensor:
+    def exchange(rank):
         group = group_of(rank)
         config = PlannerConfig()
         placement = Placement(group, None, Topology(1, dp, 1, 1), rank, config, KINDS)
@@ -94,7 +94,7 @@ def test_every_token_comes_to_its_home(dp, cp, microbatches, rows, columns, seed
     batches = torch.arange(dp * size).view(dp, shape.rows, -1)
     redistributed = exchanged(ways, batches)
 
-    def by_part_and_rank(batches: torch.Tensor) -> np.ndarray:
+    def by_part_and_rank(batches):
         cut = batches.view(dp, microbatches, rows, cp, columns)
         return cut.permute(1, 0, 3, 2, 4).flatten().numpy()
 
@@ -109,7 +109,7 @@ def test_replicas_with_other_homes_are_an_error_on_all(length):
     group_of = groups(size=2)
     config = PlannerConfig(min_shard=1, tile=1)
 
-    def redistribute(rank: int) -> None:
+    def redistribute(rank):
         replicas = group_of(rank)
         placement = Placement(replicas, replicas, TWO_RANKS, rank, config, KINDS)
         starts = np.arange(0, 64, (4, length or 4)[rank])

@@ -4,7 +4,6 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name):
     model = build_on_meta(config, args)
     model.model_args = args
     kinds = attention_kinds(config, args, torch.float32)
-    job: Any = SimpleNamespace(
+    job = SimpleNamespace(
         cad=config.cad,
         topology=Topology(pp=1, dp=1, cp=1, tp=1),
         kinds=kinds,
@@ -76,7 +75,7 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name):
         rows=config.training.local_batch_size,
         microbatches=1,
     )
-    dims: Any = SimpleNamespace(dp_shard=1, cp=1)
+    dims = SimpleNamespace(dp_shard=1, cp=1)
     parts = read_parts([model], dims, config, job)
     room = room_of(parts, job, DEVICE_BYTES)
     assert 0 < room.bytes_per_call == pytest.approx(simulated, rel=0.02)
@@ -89,7 +88,7 @@ def test_training_leaves_as_much_room_as_the_simulation_says(name):
 )
 def test_checkpointing_of_every_nth_layer_keeps_all_of_others(option, kinds):
     section = SimpleNamespace(mode="selective", selective_ac_option=option)
-    config: Any = SimpleNamespace(activation_checkpoint=section)
+    config = SimpleNamespace(activation_checkpoint=section)
     assert of_layers(config) == kinds
 
 
@@ -105,7 +104,7 @@ TOKENS = 128
 class Part(nn.Module):
     """Some layers of a model; the first part embeds tokens, and the last one has the output."""
 
-    def __init__(self, layers: range) -> None:
+    def __init__(self, layers):
         super().__init__()
         if layers.start == 0:
             self.tok_embeddings = nn.Embedding(VOCABULARY, HIDDEN)
@@ -129,7 +128,7 @@ def used(
     checkpointing: Sequence[Checkpointing] = ("none",),
     compiles_loss: bool = True,
 ) -> float:
-    job: Any = SimpleNamespace(
+    job = SimpleNamespace(
         cad=Cad(),
         topology=Topology(pp=pp, dp=shards, cp=1, tp=1),
         shape=AttentionShape(2, 1, 8, ITEMSIZE),
@@ -244,7 +243,7 @@ def test_a_job_counts_all_heads(tp):
     config = written("llama3", tp).config
     whole = written("llama3").config
     args = model_args(config)
-    job: Any = SimpleNamespace(
+    job = SimpleNamespace(
         kinds=attention_kinds(config, args, torch.float32),
         row_tokens=ROW,
         topology=SimpleNamespace(tp=tp),

@@ -89,7 +89,7 @@ LEFT_OUT = (
 )
 
 
-def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def job_keys(config_cls, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key with its type, but for those that name the file or modules."""
     for field in dataclasses.fields(config_cls):
         key = prefix + field.name
@@ -99,7 +99,7 @@ def job_keys(config_cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, field.type
 
 
-def draw_value(rng: Random, kind: Any) -> Any:
+def draw_value(rng: Random, kind):
     """Draw a value of a type, which is at times out of bounds."""
     kinds = [kind for kind in get_args(kind) if kind is not NoneType]
     if get_origin(kind) is Literal:

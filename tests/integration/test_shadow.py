@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -67,7 +66,7 @@ def new_shadow(
     dp: int = 1,
     microbatches: int = 1,
 ) -> Shadow:
-    job: Any = SimpleNamespace(
+    job = SimpleNamespace(
         topology=SimpleNamespace(group_size=dp * cp, cp=cp),
         documents=DocumentRule(EOS),
         microbatches=microbatches,
@@ -103,7 +102,7 @@ def test_all_data_parallel_ranks_are_recorded_in_their_order(tmp_path):
     """Of ranks that share rows by context parallelism the first sends them. Batches have 4 rows of 8 tokens."""
     group_of = groups(size=4)
 
-    def shadow_of(rank: int) -> Shadow:
+    def shadow_of(rank):
         ids = (torch.arange(8) >= 2).expand(4, 8).long()
         if rank < 2:  # the first data-parallel rank
             ids = ids.clone()

@@ -55,7 +55,7 @@ def test_figures_are_means_over_all_batches():
     plans = [plan for batch in batches for plan in batch.plans]
     microbatches = 4
 
-    def total(name: str) -> Any:
+    def total(name):
         return sum(getattr(plan.stats, name) for plan in plans)
 
     most = np.reshape([plan.stats.max_rank_bytes for plan in plans], (microbatches, 2))

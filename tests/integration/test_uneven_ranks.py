@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest.mock import Mock
 
 import numpy as np
@@ -44,7 +44,7 @@ from torchtitan_cad.integration.loading.redistribution import POSITIONS
 from torchtitan_cad.integration.machine import measure_times
 from torchtitan_cad.integration.torchtitan_v0_2 import plugin
 from torchtitan_cad.integration.torchtitan_v0_2.validation import ValidationLoader
-from torchtitan_cad.planning import LayerTimes, PlannerConfig
+from torchtitan_cad.planning import PlannerConfig
 from torchtitan_cad.planning.model.batch import BatchShape
 from torchtitan_cad.runtime.errors import PeerError, PlanMismatchError
 
@@ -76,14 +76,14 @@ def torn(*_: object) -> NoReturn:
 
 def tear(loader: PlanningLoader, where: str) -> None:
     """Make a rank fail at a call."""
-    placement: Any = loader.planner().placement
+    placement = loader.planner().placement
     if where == "state":
         loader.inner.state_dict = Mock(side_effect=[{}, SystemExit("torn")])
     elif where == "redistribution":
         placement.redistribution = torn
     elif where == "exchange":
 
-        def exchange_torn(*arguments: Any) -> NoReturn:
+        def exchange_torn(*arguments):
             Placement.exchange(placement, *arguments)
             torn()
 
@@ -242,7 +242,7 @@ def test_all_ranks_plan_by_the_times_of_the_slowest():
     group_of = groups()
     transports = thread_transports(len(RANKS))
 
-    def measure(group_rank: int) -> LayerTimes:
+    def measure(group_rank):
         return measure_times(
             (1.0 + group_rank, 3.0 - group_rank),
             transports[group_rank],
@@ -295,7 +295,7 @@ def validation(
             ranks=RANKS[: len(lengths)],
             group_rank=number,
         )
-        inner: Any = ShorterFrom(length - 1, length, last_rows)
+        inner = ShorterFrom(length - 1, length, last_rows)
         inner.dataset = inner
         loaders.append(ValidationLoader(inner, config, session))
     return loaders
