@@ -69,7 +69,11 @@ CHANGED = [
     f"{PIPELINE} --training.global_batch_size=-2",
     f"{TENSORS} --compile.components op",
     f"{TENSORS} --model.name=",
-    f"{EXPERTS} --checkpoint.create_seed_checkpoint",
+    f"{EXPERTS} --compile.no-enable",
+    pytest.param(
+        f"{EXPERTS} --checkpoint.create_seed_checkpoint",
+        marks=pytest.mark.xfail(reason="torchtitan alone asserts one rank"),
+    ),
 ]
 """Jobs that train, of which one key has another value, drawn at random from all keys."""
 
