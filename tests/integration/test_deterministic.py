@@ -97,7 +97,8 @@ def test_without_it_rates_decide():
     assert numbers(fast) != numbers(slow)
     assert cad_summary(fast)["tasks_moved"] > 0 == cad_summary(slow)["tasks_moved"]
     for log in slow.logs:
-        assert log.count("CAD leaves attention where its tokens are") == 1
+        # once of training, and of validation
+        assert log.count("CAD leaves attention where its tokens are") == 2
         assert "a link of 1e-09 GB/s" in log
 
 
