@@ -24,7 +24,7 @@ class Cad:
 
     min_shard: int = 128
     """
-    Tokens; documents are cut at multiples of it. Multiples of 128, the kernel's tile, keep results bit-identical.
+    Tokens; documents are cut at multiples of it. Multiples of 128 are cuts on the kernel's tiles.
     """
 
     planner: str = PlannerConfig.planner
