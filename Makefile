@@ -114,7 +114,7 @@ mutations: $(INSTALLED)
 	$(BIN)/python -m tests.mutations
 
 # What the CUDA path can show without a GPU, with the default build of torch (5 GB): 12 minutes.
-CUDA_BUILD_TESTS := $(addprefix tests/runtime/test_,kernels_fused.py kernel_choice.py \
+CUDA_BUILD_TESTS := $(addprefix tests/runtime/test_,fake_cuda.py kernels_fused.py kernel_choice.py \
 	launches.py nvshmem_kernels.py variants.py)
 test-cuda-build:
 	$(MAKE) BUILD=cuda VENV=.venv-cuda-$(TORCH) bench-gpu-dry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The order of the runtime's work on streams, on a device that reports what no event orders (tests/support/ledger).
+"""The order of the runtime's work on streams, on a device that reports what no event orders (tests/lib/ledger).
 
 Every check is also made with mistakes planted, which it must find.
 """

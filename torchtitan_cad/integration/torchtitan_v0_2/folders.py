@@ -13,20 +13,21 @@ METADATA = ".metadata"
 """File that torch writes when a checkpoint is complete."""
 _WRITTEN = (
     "job.dump_folder",
+    "job.save_config_file",
     "checkpoint.folder",
     "comm.save_traces_folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",
     "profiling.save_memory_snapshot_folder",
 )
-"""Keys of folders, of which those that are not absolute are in ``job.dump_folder``."""
+"""Keys of folders, and a file, of which those that are not absolute are in ``job.dump_folder``."""
 
 
 def check_folders(config: JobConfig) -> None:
     """Raise ValueError if the job cannot write where it says, or there is no checkpoint where it is to go on."""
     for key in _WRITTEN:
         value = read_key(config, key)
-        folder = Path(config.job.dump_folder, value)
+        folder = Path(config.job.dump_folder, value or "")
         try:
             # as access rights do not tell all
             tempfile.TemporaryFile(dir=nearest_folder(folder)).close()

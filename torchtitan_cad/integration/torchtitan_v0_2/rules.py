@@ -238,6 +238,17 @@ def _of_features(config: JobConfig) -> Iterator[Refusal]:
         checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only,
         "set checkpoint.initial_load_model_only to true, or this to false",
     )
+    yield (
+        "checkpoint.initial_load_in_hf_quantized",
+        checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf,
+        "set checkpoint.initial_load_in_hf to true, or this to false",
+    )
+    is_alone = checkpoint.enable and launched_ranks(config) in (None, 1)
+    yield (
+        "checkpoint.create_seed_checkpoint",
+        checkpoint.create_seed_checkpoint and not is_alone,
+        "needs checkpoint.enable = true and a job of one rank; set those, or this to false",
+    )
 
 
 def compiles_model(config: JobConfig) -> bool:
