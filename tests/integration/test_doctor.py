@@ -246,7 +246,9 @@ def test_where_training_resumes(good, dump):
     dcp.save(state, checkpoint_id=step, no_dist=True)
     # an unfinished one does not count
     (dump / "checkpoint" / "step-40").mkdir()
-    assert_says(report([*good, CHECKPOINT]), "checkpoint", f"resumes from {step}")
+    (dump / "job.json").touch()
+    args = [*good, CHECKPOINT, "--job.save_config_file=job.json"]
+    assert_says(report(args), "checkpoint", f"resumes from {step}")
 
 
 @pytest.fixture

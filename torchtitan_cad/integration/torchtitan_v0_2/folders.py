@@ -28,6 +28,9 @@ def check_folders(config: JobConfig) -> None:
     for key in _WRITTEN:
         value = read_key(config, key)
         folder = Path(config.job.dump_folder, value or "")
+        # that of an earlier start is written again
+        if key == "job.save_config_file" and folder.is_file():
+            folder = folder.parent
         try:
             # as access rights do not tell all
             tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
