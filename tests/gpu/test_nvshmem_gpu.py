@@ -5,6 +5,8 @@ NVSHMEM may end the process whose set-up fails, so the ranks are started by a pr
 """
 
 import contextlib
+import os
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,5 +93,7 @@ def test_two_ranks_on_one_device_exchange_rows_as_two_nodes_do(monkeypatch):
             )
         for name, value in {**VARIABLES, **running.share(50)}.items():
             monkeypatch.setenv(name, value)
+        # of packages that are not installed, too
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         outcome = run_part(ranks, "cuda", LIMIT_S, None)
     assert outcome.status == "done", outcome

@@ -35,7 +35,7 @@ def test_halves_give_what_the_whole_gives(backend):
 def test_the_loop_does_not_wait_for_the_device():
     job = new_job(seed=1)
     run = job.run_nano_batches(job.blocks)
-    gradient = torch.ones_like(job.xs[0])
+    gradient = torch.ones_like(job.blocks.xs[0, 0])
     run().backward(gradient)
     with no_synchronisation():
         run().backward(gradient)

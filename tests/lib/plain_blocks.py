@@ -102,8 +102,10 @@ class NanoBatchesAndWhole:
         rng = np.random.default_rng(seed)
         self.dtype = dtype
         blocks = [PlainBlock(dim, shape) for _ in range(3)]
-        self.blocks = nn.ModuleList(blocks).to(device, dtype)
-        self.xs = torch.randn(len(transports), rows, seq_len, dim).to(device, dtype)
+        self.blocks = nn.ModuleList(blocks)
+        xs = torch.randn(len(transports), microbatches, rows, seq_len, dim)
+        self.blocks.xs = nn.Parameter(xs)  # has a gradient, as what is embedded
+        self.blocks.to(device, dtype)
         rates = 1e4 ** -(torch.arange(shape.head_dim // 2) / (shape.head_dim // 2))
         self.rope = torch.outer(torch.arange(seq_len), rates).to(device)
 
@@ -150,13 +152,15 @@ class NanoBatchesAndWhole:
             prepare(loop)
         if backend:
             loop.compile(backend)
-        return lambda number=0: loop(self.xs[rank], self.rope, None, 2 * number)
+        return lambda number=0: loop(
+            blocks.xs[rank, number], self.rope, None, 2 * number
+        )
 
     def run_whole(self, blocks: nn.ModuleList, rank=0) -> Callable[..., Tensor]:
         """Block by block; linear work in the blocks' dtype, core attention always in ``dtype``."""
 
         def run(number=0):
-            x = self.xs[rank].to(next(blocks.parameters()).dtype)
+            x = blocks.xs[rank, number]
             for block in blocks:
                 qkv = block.project(x, self.rope, None)
                 out, _ = core_attention(

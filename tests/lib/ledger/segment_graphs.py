@@ -257,15 +257,14 @@ def _run(group: dist.ProcessGroup, job: Job) -> list[Outcome]:
 
     halved = blocks.copied(torch.float32)
     loop = blocks.run_nano_batches(halved, "inductor", rank, prepare)
-    first = range(job.microbatches)
-    exact, whole = (
-        _train(blocks.run_whole(copy, rank), copy, first, job.validate)[0]
-        for copy in (blocks.copied(torch.float64), blocks.copied(torch.float32))
-    )
     outcomes = []
     for run in range(job.runs):
         graphs.shuffle = run
         numbers = range(run * job.microbatches, (run + 1) * job.microbatches)
+        exact, whole = (
+            _train(blocks.run_whole(copy, rank), copy, numbers, job.validate)[0]
+            for copy in (blocks.copied(torch.float64), blocks.copied(torch.float32))
+        )
         results, *seen = _train(loop, halved, numbers, job.validate)
         if "buffers of their own" not in job.without:
             for tensors in zip(results, whole, exact, strict=True):
