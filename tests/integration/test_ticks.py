@@ -3,7 +3,7 @@
 
 import functools
 import re
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from itertools import pairwise, product
 
 import pytest
@@ -12,10 +12,13 @@ from torch.distributed.pipelining.schedules import (
     FULL_BACKWARD,
     RECV_B,
     RECV_F,
+    RESHARD,
     SEND_B,
     SEND_F,
+    UNSHARD,
     _Action,
     _add_send_recv,
+    _add_unshard_reshard,
 )
 
 from tests.lib.jobs.compositions import (
@@ -113,6 +116,20 @@ for pipeline, what in product(PIPELINES, (*COMPOSED, *SHARED)):
     if case.nranks <= 4 and not is_refused:
         SLOW.append(case)
 BY_NAME = {case.name: case for case in [*QUICK, *SLOW]}
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_forward_alone_gathers_no_parameters_in_vain(chunks):
+    """torch keeps three stages of a rank gathered. It refuses to free what no forward or backward has used."""
+    letters = {UNSHARD: "gather ", FORWARD: "use ", RESHARD: "free "}
+    for rank in range(2):
+        work = [_action(tick, rank) for tick in tick_schedule(2, 4, chunks)]
+        done = defaultdict(str)
+        for action in forward_only(_add_unshard_reshard(work)):
+            done[action.stage_index] += letters[action.computation_type]
+        assert "".join(done.values()).count("use") == 4 * chunks
+        for of_stage in done.values():
+            assert re.fullmatch("(gather (use )+free )+", of_stage)
 
 
 MEETINGS = (SEND_F, RECV_F, SEND_B, RECV_B, _Mark.END)
