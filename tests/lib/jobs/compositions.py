@@ -246,7 +246,7 @@ HALVED = [
     Composition("rows_ac_op_accumulation", "ac_op batch8"),
     Composition("middle_resend_ac_full", "row1 ac_full resend"),
     Composition("middle_attention_kept", "row1 attention_kept"),
-    Composition("middle_cp2", "row1 cp2", dp=1),
+    Composition("middle_cp2_ac_full", "row1 cp2 ac_full", dp=1),
     Composition("rows_tp2", "tp2", dp=1),
     Composition("rows_compile", "compile"),
     pp2("middle_pp2_validation", "validate4"),
@@ -301,8 +301,8 @@ TRACED = [
 """Jobs whose exchanges can be compiled."""
 
 HALVED_SYMMETRIC = [
-    Composition("rows_resend_symm_mem", "resend symm_mem"),
-    Composition("rows_small_buffers_symm_mem", "small_buffers symm_mem"),
+    Composition("rows_ac_layer_resend_symm_mem", "ac_layer resend symm_mem"),
+    Composition("rows_ac_op_chunks_symm_mem", "ac_op small_buffers symm_mem"),
     Composition("middle_cp2_symm_mem", "row1 cp2 symm_mem", dp=1),
 ]
 
