@@ -43,7 +43,7 @@ def test_a_broken_rule_is_one_line_with_cad_and_without(
     monkeypatch.setenv("WORLD_SIZE", "2")
     key, _, value = option.partition("=")
     with refusal(key, None if value == "x" else value) as error:
-        parse_job(tmp_path, cad, f"--{option}")
+        parse_job(tmp_path, cad, "--checkpoint.enable", f"--{option}")
     assert "\n" not in str(error.value)
 
 

@@ -240,7 +240,9 @@ def _of_features(config: JobConfig) -> Iterator[Refusal]:
     )
     yield (
         "checkpoint.initial_load_in_hf_quantized",
-        checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf,
+        checkpoint.enable
+        and checkpoint.initial_load_in_hf_quantized
+        and not checkpoint.initial_load_in_hf,
         "set checkpoint.initial_load_in_hf to true, or this to false",
     )
     is_alone = checkpoint.enable and launched_ranks(config) in (None, 1)

@@ -121,7 +121,7 @@ class Connection:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, in its memory if it is contiguous."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _sum_of(parts: Sequence[Tensor]) -> int:
