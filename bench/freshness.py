@@ -41,6 +41,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "servers.json": (
         f"{PLANNING}/servers.py",
         f"{RUNTIME}/servers",
+        "torchtitan_cad/tools/attention_server.py",
         "bench/servers.py",
     ),
     "streams.json": (RUNTIME, PINGPONG, "bench/streams.py"),
