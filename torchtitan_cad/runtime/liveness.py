@@ -40,8 +40,9 @@ _GONE_WAIT_S = 0.5
 _LAUNCHER_WAIT_S = 0.5
 """seconds: within this time the launcher's first rank logs that the launcher is gone."""
 _CAUSE = "cause"
-_EFFECT = "first to stop"
 """Key of the store, with a clause about the first rank to stop by itself or to end without a message."""
+_EFFECT = "first to stop"
+"""Key of the store, with a clause about the first rank to stop after failed communication."""
 _logger = logging.getLogger()
 _T = TypeVar("_T")
 _Beats = dict[int, Heartbeat]
